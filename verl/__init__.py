@@ -1,0 +1,41 @@
+"""verl: reinforcement-learning post-training for language models.
+
+Importing this package is cheap: what it offers is loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from verl._version import __version__
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+_LAZY = {
+    "DataProto": "verl.protocol",
+}
+"""Public name → module that defines it."""
+
+__all__ = ["DataProto", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'verl' has no attribute '{name}'")
+    try:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+    except ImportError as error:
+        from verl.dependencies import missing_dependency
+
+        missing = missing_dependency(error)
+        if missing is None:
+            raise
+        raise missing from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,72 @@
+"""How a command ends: what a person sees, and the exit code.
+
+0 done · 1 our bug · 2 something the user can put right · 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+
+from verl._version import __version__
+from verl.dependencies import missing_dependency
+from verl.errors import VerlError
+
+_TRACEBACK_VARIABLES = ("HYDRA_FULL_ERROR", "VERL_TRACEBACK")
+_OS_REMEDIES = {
+    errno.ENOSPC: "the disk is full; free some space or write elsewhere (trainer.default_local_dir)",
+    errno.EDQUOT: "your disk quota is used up; free some space or write elsewhere (trainer.default_local_dir)",
+    errno.EACCES: "permission denied; choose a path that you may use",
+    errno.EPERM: "not permitted; choose a path that you may use",
+    errno.EROFS: "the file system is read-only; choose another path",
+}
+
+
+def run_cli(command: Callable[[list[str]], int | None], argv: Sequence[str]) -> int:
+    """Run ``command(argv)`` and turn whatever it raises into a message on stderr and an exit code.
+
+    ``HYDRA_FULL_ERROR=1`` or ``VERL_TRACEBACK=1`` shows the traceback of user errors too.
+    """
+    try:
+        return command(list(argv)) or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has gone (`verl ... | head`). Nothing more can be said, at interpreter exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        sentence = user_message(error)
+        if sentence is None:
+            traceback.print_exc()
+            print(
+                f"This is a bug in verl {__version__}: please report it with the lines above and the command.",
+                file=sys.stderr,
+            )
+            return 1
+        if wants_traceback(os.environ):
+            traceback.print_exc()
+        print(f"error: {sentence}", file=sys.stderr)
+        return 2
+
+
+def user_message(error: Exception) -> str | None:
+    """What to tell the user about an error that they can put right; None if it is a bug of ours."""
+    if isinstance(error, VerlError):
+        return str(error)
+    if isinstance(error, ImportError):
+        missing = missing_dependency(error)
+        return str(missing) if missing else None
+    if isinstance(error, OSError) and error.errno in _OS_REMEDIES:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{_OS_REMEDIES[error.errno]}"
+    return None
+
+
+def wants_traceback(environ: Mapping[str, str]) -> bool:
+    """Did the user ask for tracebacks of user errors?"""
+    return any(environ.get(name, "").lower() in ("1", "true") for name in _TRACEBACK_VARIABLES)

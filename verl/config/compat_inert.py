@@ -1,0 +1,239 @@
+"""verl's keys that have no counterpart here, each with its reason.
+
+Most ask for what is always so, or for what does not exist here and changes no result: they are accepted with one
+notice. A key that would change what is trained is accepted only with the values that ask for nothing, listed in
+``harmless``; any other value is an error, because ignoring it would train something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_AR = "actor_rollout_ref"
+
+
+@dataclass(frozen=True)
+class Inert:
+    """``why`` it has no effect; ``harmless`` lists the values it is accepted with (None: any)."""
+
+    why: str
+    harmless: tuple[Any, ...] | Callable[[Any], bool] | None = None
+
+    def accepts(self, value: Any) -> bool:
+        if self.harmless is None or value is None:
+            return True
+        if callable(self.harmless):
+            return self.harmless(value)
+        plain = str(value).lower()
+        return any(value == ok or plain == str(ok).lower() for ok in self.harmless)
+
+
+_OFF = (False, 0, "null", "", {}, [])
+_PACKED = "sequences are always packed, there is no padding to remove"
+_ONE_DEVICE = "this version trains on one device"
+_LORA = "LoRA is not part of this version"
+_ALWAYS_SAVED = "a checkpoint always holds everything that resume needs, and the exported model"
+_TEXT = "this version trains text models"
+_RAY = "no Ray cluster is used on one device"
+_AGENT = "multi-turn rollouts with tools are not part of this version"
+_KERNELS = "kernels are chosen by the hardware"
+_SHARDING = "there is nothing to shard on one device"
+_REWARD_MODEL = "the reward model runs beside the policy"
+_REWARD_MODEL_KEYS = (
+    "rollout enable_resource_pool n_gpus_per_node nnodes use_dynamic_bsz max_length forward_max_token_len_per_gpu "
+    "ulysses_sequence_parallel_size"
+)
+_SERVER = "a tuning knob of a serving engine, with no counterpart in the engines here"
+
+_PARALLEL = Inert(_ONE_DEVICE)
+_ROLE_KEYS: dict[str, Inert] = {
+    "strategy": Inert("all roles use the engine of actor_rollout_ref.actor.strategy"),
+    "ulysses_sequence_parallel_size": _PARALLEL,
+    "use_torch_compile": Inert(_KERNELS),
+    "use_remove_padding": Inert(_PACKED),
+    "use_fused_kernels": Inert("log-probs always come from a fused linear layer and log-softmax"),
+    "entropy_from_logits_with_chunking": Inert("entropy is always computed in chunks"),
+    "entropy_checkpointing": Inert("entropy is always computed in chunks"),
+    "rollout_n": Inert("it is actor_rollout_ref.rollout.n"),
+    "nccl_timeout": Inert(_ONE_DEVICE),
+    "profiler": Inert("use an external profiler; phase times are always recorded"),
+    "profile": Inert("use an external profiler; phase times are always recorded"),
+    "router_replay": Inert("it is for mixture-of-experts serving engines"),
+    "megatron": Inert("there is no Megatron engine in this version"),
+    "checkpoint": Inert(_ALWAYS_SAVED),
+    "load_weight": Inert("weights are always loaded"),
+}
+_FSDP_KEYS: dict[str, Inert] = {
+    **{name: Inert(_SHARDING) for name in ("fsdp_size", "reshard_after_forward", "forward_prefetch", "wrap_policy")},
+    **{name: Inert(_SHARDING) for name in ("use_orig_params", "param_offload_policy", "strategy", "grad_offload")},
+    "ulysses_sequence_parallel_size": _PARALLEL,
+    "model_dtype": Inert("master weights are always float32; model.dtype is the type that computes"),
+    "mixed_precision": Inert("weights compute in model.dtype, and norms, softmax and losses in float32"),
+    "seed": Inert("the seed of the run is trainer.seed"),
+    "full_determinism": Inert("it is trainer.full_determinism"),
+    "use_torch_compile": Inert(_KERNELS),
+    "entropy_from_logits_with_chunking": Inert("entropy is always computed in chunks"),
+    "entropy_checkpointing": Inert("entropy is always computed in chunks"),
+}
+_OPTIM_KEYS: dict[str, Inert] = {
+    "optimizer_impl": Inert("the optimizer is chosen by optim.optimizer"),
+    "total_training_steps": Inert("it is derived from trainer.total_epochs and trainer.total_training_steps"),
+    "zero_indexed_step": Inert("the first update uses the first rate of the schedule"),
+    "override_optimizer_config": Inert("set the keys of optim", _OFF),
+}
+_MODEL_KEYS: dict[str, Inert] = {
+    "lora_rank": Inert(_LORA, (0,)),
+    "lora_alpha": Inert(_LORA),
+    "target_modules": Inert(_LORA),
+    "exclude_modules": Inert(_LORA),
+    "target_parameters": Inert(_LORA),
+    "lora_adapter_path": Inert(_LORA, _OFF),
+    "lora": Inert(_LORA),
+    "hf_config_path": Inert("the config lies beside the weights; change values with model.override_config", _OFF),
+    "enable_activation_offload": Inert("activations are recomputed, see enable_gradient_checkpointing"),
+    "use_remove_padding": Inert(_PACKED),
+    "use_liger": Inert(_KERNELS),
+    "use_fused_kernels": Inert("log-probs always come from a fused linear layer and log-softmax"),
+    "fused_kernel_options": Inert("log-probs always come from a fused linear layer and log-softmax"),
+    "use_shm": Inert("weights are read once, in one process"),
+    "device_map": Inert("trainer.device says where the model lives"),
+    "tiled_mlp": Inert(_KERNELS),
+    "mtp": Inert("multi-token prediction heads are not trained here", lambda value: not value),
+    "fsdp_config": Inert(_SHARDING),
+}
+
+
+def _under(prefix: str, table: dict[str, Inert]) -> dict[str, Inert]:
+    return {f"{prefix}.{name}": inert for name, inert in table.items()}
+
+
+def _all(why: str, prefix: str, names: str) -> dict[str, Inert]:
+    return {f"{prefix}.{name}": Inert(why) for name in names.split()}
+
+
+INERT: dict[str, Inert] = {
+    # Data
+    **_all(
+        "prompts and responses always keep their ids and messages",
+        "data",
+        "return_raw_chat return_raw_input_ids return_full_prompt",
+    ),
+    **_all("rows are read by the controller", "data", "dataloader_num_workers filter_overlong_prompts_workers use_shm"),
+    **_all(_TEXT, "data", "image_key video_key audio_key image_patch_size return_multi_modal_inputs"),
+    "data.tool_config_path": Inert(_AGENT, _OFF),
+    "data.sampler": Inert("rows come from the resumable sampler; use data.custom_cls", lambda value: not value),
+    "data.datagen": Inert("give the rows with data.custom_cls", lambda value: not value),
+    "data.need_tools_kwargs": Inert(_AGENT, _OFF),
+    # Policy, reference, rollout
+    f"{_AR}.hybrid_engine": Inert("one set of weights always serves training and rollout", (True,)),
+    f"{_AR}.nccl_timeout": Inert(_ONE_DEVICE),
+    **_under(f"{_AR}.model", _MODEL_KEYS),
+    **{key: value for key, value in _under(f"{_AR}.actor", _ROLE_KEYS).items() if not key.endswith(".strategy")},
+    f"{_AR}.actor.freeze_vision_tower": Inert(_TEXT),
+    f"{_AR}.actor.use_rollout_log_probs": Inert("set algorithm.rollout_correction.bypass_mode", _OFF),
+    f"{_AR}.actor.calculate_sum_pi_squared": Inert("it serves estimators that are not part of this version", _OFF),
+    **_under(f"{_AR}.actor.fsdp_config", _FSDP_KEYS),
+    **_under(f"{_AR}.actor.optim", _OPTIM_KEYS),
+    **_under(f"{_AR}.ref", _ROLE_KEYS),
+    **_under(f"{_AR}.ref.fsdp_config", _FSDP_KEYS),
+    f"{_AR}.ref.fsdp_config.dtype": Inert("the reference computes in actor_rollout_ref.model.dtype"),
+    f"{_AR}.ref.fsdp_config.optimizer_offload": Inert("the reference has no optimizer"),
+    f"{_AR}.ref.fsdp_config.offload_policy": Inert("set ref.fsdp_config.param_offload"),
+    f"{_AR}.rollout.mode": Inert("there is one rollout interface: submit, poll, abort"),
+    f"{_AR}.rollout.logprobs_mode": Inert("log-probs are those of the temperature distribution"),
+    f"{_AR}.rollout.full_determinism": Inert("it is trainer.full_determinism"),
+    f"{_AR}.rollout.gpu_memory_utilization": Inert("the cache is as large as the running sequences need"),
+    f"{_AR}.rollout.max_model_len": Inert("it is data.max_prompt_length + data.max_response_length"),
+    f"{_AR}.rollout.free_cache_engine": Inert("the cache is always given back before the update"),
+    f"{_AR}.rollout.load_format": Inert("the rollout uses the live weights"),
+    f"{_AR}.rollout.layered_summon": Inert("the rollout uses the live weights"),
+    f"{_AR}.rollout.checkpoint_engine": Inert("the rollout uses the live weights"),
+    f"{_AR}.rollout.update_weights_bucket_megabytes": Inert("the rollout uses the live weights"),
+    **_all(
+        _ONE_DEVICE,
+        f"{_AR}.rollout",
+        "tensor_model_parallel_size data_parallel_size expert_parallel_size pipeline_model_parallel_size "
+        "pipeline_parallel_size nnodes n_gpus_per_node",
+    ),
+    **_all(
+        _SERVER,
+        f"{_AR}.rollout",
+        "enforce_eager enable_chunked_prefill enable_prefix_caching disable_log_stats engine_kwargs "
+        "cudagraph_capture_sizes swap_space prometheus scheduling_policy over_sample_rate "
+        "skip_tokenizer_init enable_rollout_routing_replay "
+        "micro_batch_size",
+    ),
+    f"{_AR}.rollout.use_fire_sampling": Inert("the first token is sampled like the others", _OFF),
+    f"{_AR}.rollout.quantization": Inert("rollouts use the weights as they are", _OFF),
+    f"{_AR}.rollout.multi_turn": Inert(_AGENT),
+    f"{_AR}.rollout.multi_turn.enable": Inert(_AGENT, _OFF),
+    f"{_AR}.rollout.multi_turn.tool_config_path": Inert(_AGENT, _OFF),
+    f"{_AR}.rollout.agent": Inert(_AGENT),
+    **_under(f"{_AR}.rollout", {name: _ROLE_KEYS[name] for name in ("profiler", "nccl_timeout")}),
+    # Critic
+    **_under("critic", _ROLE_KEYS),
+    **_under("critic.model", {name: inert for name, inert in _MODEL_KEYS.items() if name != "fsdp_config"}),
+    "critic.model.tokenizer_path": Inert("the critic reads the policy's token ids"),
+    **_under("critic.fsdp_config", _FSDP_KEYS),
+    **_under("critic.optim", _OPTIM_KEYS),
+    "critic.data_loader_seed": Inert("it is actor_rollout_ref.actor.data_loader_seed"),
+    # Reward
+    **_all("rewards always start as rows finish", "reward_model", "launch_reward_fn_async use_reward_loop"),
+    "reward_model.strategy": Inert("all roles use the engine of actor_rollout_ref.actor.strategy"),
+    "reward_model.reward_kwargs.max_resp_len": Inert("it is data.max_response_length"),
+    "reward.reward_kwargs.max_resp_len": Inert("it is data.max_response_length"),
+    "reward.overlong_buffer.log": Inert("the penalty is always a metric"),
+    "reward.reward_manager.source": Inert("name the function with reward.custom_reward_function.path", ("register",)),
+    "reward.reward_manager.module": Inert("name the function with reward.custom_reward_function.path", _OFF),
+    "reward.reward_manager.module.path": Inert("name the function with reward.custom_reward_function.path", _OFF),
+    "reward.reward_manager.module.name": Inert("name the function with reward.custom_reward_function.path"),
+    "reward.sandbox_fusion": Inert("no code sandbox is built in; call yours from a reward function", _OFF),
+    "reward.sandbox_fusion.max_concurrent": Inert("no code sandbox is built in"),
+    "reward.sandbox_fusion.memory_limit_mb": Inert("no code sandbox is built in"),
+    "sandbox_fusion": Inert("no code sandbox is built in; call yours from a reward function", _OFF),
+    "sandbox_fusion.max_concurrent": Inert("no code sandbox is built in"),
+    "sandbox_fusion.memory_limit_mb": Inert("no code sandbox is built in"),
+    **_all(_REWARD_MODEL, "reward.reward_model", f"{_REWARD_MODEL_KEYS} input_tokenizer"),
+    **_under("reward.reward_model", {"fsdp_config": Inert(_SHARDING), "use_remove_padding": Inert(_PACKED)}),
+    **_all(_REWARD_MODEL, "reward_model", f"{_REWARD_MODEL_KEYS} profiler"),
+    # Algorithm
+    "algorithm.use_pf_ppo": Inert("preference-feedback re-weighting is not part of this version", _OFF),
+    "algorithm.pf_ppo": Inert("preference-feedback re-weighting is not part of this version"),
+    "algorithm.gdpo_reward_keys": Inert("combine the rewards in your reward function", _OFF),
+    "algorithm.gdpo_reward_weights": Inert("combine the rewards in your reward function", _OFF),
+    # Trainer
+    **_all(_RAY, "trainer", "ray_wait_register_center_timeout esi_redundant_time max_colocate_count"),
+    **_all("there is one trainer", "trainer", "use_legacy_worker_impl use_v1 v1 v0"),
+    "trainer.v1.trainer_mode": Inert("rollout and update take turns in this version", ("sync",)),
+    "trainer.balance_batch": Inert("ranks are always balanced by tokens"),
+    "trainer.default_hdfs_dir": Inert("checkpoints are written to trainer.default_local_dir"),
+    "trainer.remove_previous_ckpt_in_save": Inert("set trainer.max_actor_ckpt_to_keep"),
+    "trainer.del_local_ckpt_after_load": Inert("a checkpoint is deleted only by the retention rule"),
+    "trainer.max_critic_ckpt_to_keep": Inert("the critic is kept with the actor"),
+    "trainer.profile_steps": Inert("use an external profiler; phase times are always recorded"),
+    "trainer.npu_profile": Inert("use an external profiler; phase times are always recorded"),
+    # Whole groups
+    "model_engine": Inert("the training engine is actor_rollout_ref.actor.strategy", ("dp", "fsdp", "fsdp2", "torch")),
+    "hydra": Inert("the run folder is trainer.default_local_dir"),
+    "defaults": Inert("the defaults are built in, and this file lies above them"),
+    "ray_kwargs": Inert(_RAY),
+    "ray_init": Inert(_RAY),
+    "global_profiler": Inert("use an external profiler; phase times are always recorded"),
+    "transfer_queue": Inert(_RAY),
+    "skip": Inert("nothing can be skipped"),
+    "distillation": Inert("distillation is not part of this version"),
+    "distillation.enabled": Inert("distillation is not part of this version", _OFF),
+    "distillation.enable": Inert("distillation is not part of this version", _OFF),
+}
+"""Key, or group with all its keys → why. The longest match counts."""
+
+
+def find_inert(key: str) -> Inert | None:
+    """The row that covers ``key`` or one of its groups."""
+    parts = key.split(".")
+    for end in range(len(parts), 0, -1):
+        if (found := INERT.get(".".join(parts[:end]))) is not None:
+            return found
+    return None

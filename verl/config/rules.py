@@ -1,0 +1,196 @@
+"""Options that must agree with each other.
+
+:func:`contradictions` are errors; :func:`advice` is what is allowed and probably not meant.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from verl.config import names
+from verl.config.derived import max_sequence_length, needs_critic, needs_reference
+from verl.config.tree import Config
+
+_ACTOR = "actor_rollout_ref.actor"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """A sentence for each contradiction in a resolved configuration."""
+    yield from _batches(config)
+    yield from _losses(config)
+    yield from _sampling(config)
+    yield from _correction(config)
+    yield from _optimizers(config)
+    yield from _pairs(config)
+    yield from _run(config)
+
+
+def _batches(config: Config) -> Iterator[str]:
+    batch = config.data.train_batch_size
+    for key, mini, used in (
+        (_ACTOR, config.actor_rollout_ref.actor.ppo_mini_batch_size, True),
+        ("critic", config.critic.ppo_mini_batch_size, needs_critic(config)),
+    ):
+        if used and mini is not None and mini > batch:
+            yield (
+                f"{key}.ppo_mini_batch_size={mini} is more than data.train_batch_size={batch}: "
+                "both count prompts, and a mini-batch is a part of the batch"
+            )
+    filters = config.algorithm.filter_groups
+    if filters.enable and config.actor_rollout_ref.rollout.n < 2:
+        yield f"algorithm.filter_groups.enable needs {_ROLLOUT}.n above 1: a group of one answer never differs"
+    if config.data.train_max_samples == 0:
+        yield "data.train_max_samples=0 leaves no training data: use -1 for all rows"
+
+
+def _losses(config: Config) -> Iterator[str]:
+    loss = config.actor_rollout_ref.actor.policy_loss
+    if loss.clip_cov_lb >= loss.clip_cov_ub:
+        yield f"{_ACTOR}.policy_loss: clip_cov_lb={loss.clip_cov_lb:g} must be below clip_cov_ub={loss.clip_cov_ub:g}"
+    if config.algorithm.adv_estimator == "gae" and config.critic.enable is False:
+        yield "algorithm.adv_estimator=gae needs the value model that critic.enable=false turns off"
+    buffer, length = config.reward.overlong_buffer, config.data.max_response_length
+    if buffer.enable and not 0 < (buffer.len or 0) <= length:
+        yield (f"reward.overlong_buffer.len={buffer.len} must be above 0 and at most data.max_response_length={length}")
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.temperature == 0:
+        yield f"{_ROLLOUT}.temperature must be greater than 0 in training: log-probs are divided by it"
+    if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
+        yield f"{_ROLLOUT}.val_kwargs.do_sample=true needs val_kwargs.temperature greater than 0"
+
+
+def _correction(config: Config) -> Iterator[str]:
+    key, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
+    wanted = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
+    if wanted and not config.actor_rollout_ref.rollout.calculate_log_probs:
+        yield f"{key} compares with the rollout's log-probs, which {_ROLLOUT}.calculate_log_probs=false does not record"
+    if correction.loss_type == "reinforce" and not correction.bypass_mode:
+        yield f"{key}.loss_type=reinforce needs {key}.bypass_mode=true"
+    if correction.rollout_rs is None:
+        if correction.rollout_rs_threshold is not None:
+            yield f"{key}.rollout_rs_threshold is given without {key}.rollout_rs"
+        return
+    rules = [rule.strip() for rule in correction.rollout_rs.split(",")]
+    for rule in rules:
+        if rule not in names.ROLLOUT_RS:
+            yield f"{key}.rollout_rs={rule!r} does not exist; there are {', '.join(names.ROLLOUT_RS)}"
+    bounds = [] if correction.rollout_rs_threshold is None else correction.rollout_rs_threshold.split(",")
+    if len(bounds) not in (1, len(rules)):
+        given = correction.rollout_rs_threshold
+        yield f"{key}.rollout_rs_threshold={given}: give one bound, or one for each of {len(rules)} rules"
+    for bound in bounds:
+        if not _is_bound(bound):
+            yield f"{key}.rollout_rs_threshold={bound!r}: expected a positive number, or two as low_high"
+
+
+def _is_bound(text: str) -> bool:
+    try:
+        numbers = [float(part) for part in text.strip().split("_")]
+    except ValueError:
+        return False
+    return len(numbers) <= 2 and all(number > 0 for number in numbers) and numbers == sorted(numbers)
+
+
+def _optimizers(config: Config) -> Iterator[str]:
+    for key, optim in (
+        (f"{_ACTOR}.optim", config.actor_rollout_ref.actor.optim),
+        ("critic.optim", config.critic.optim),
+    ):
+        if optim.lr_warmup_steps > 0 and optim.lr_warmup_steps_ratio > 0:
+            steps, ratio = optim.lr_warmup_steps, optim.lr_warmup_steps_ratio
+            yield f"{key}: give lr_warmup_steps={steps} or lr_warmup_steps_ratio={ratio:g}, not both"
+
+
+def _pairs(config: Config) -> Iterator[str]:
+    """Keys that need each other."""
+    for key, custom in (
+        ("data.custom_cls", config.data.custom_cls),
+        ("critic.model.custom_cls", config.critic.model.custom_cls),
+    ):
+        if (custom.path is None) != (custom.name is None):
+            yield f"{key} needs both path (a Python file) and name (the class in it)"
+    reward = config.reward
+    if reward.reward_fn is not None and reward.custom_reward_function.path is not None:
+        yield "reward.reward_fn and reward.custom_reward_function.path are both given: keep one"
+    if reward.reward_model.enable and reward.reward_model.model_path is None:
+        yield "reward.reward_model.enable=true needs reward.reward_model.model_path"
+
+
+def _run(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    for name in ("save_freq", "test_freq", "sample_freq"):
+        if getattr(trainer, name) == 0:
+            yield f"trainer.{name} must be -1 (never) or at least 1, got 0"
+    if trainer.resume_mode == "resume_path":
+        path = trainer.resume_from_path
+        if path is None:
+            yield "trainer.resume_mode=resume_path needs trainer.resume_from_path, a global_step_N folder"
+        elif "global_step_" not in path:
+            yield f"trainer.resume_from_path={path} must name a global_step_N folder"
+        elif not os.path.isdir(path):
+            yield f"trainer.resume_from_path={path}: no such folder"
+    if trainer.val_only and not config.data.val_files:
+        yield "trainer.val_only=true needs data.val_files"
+    if trainer.keep_best and (trainer.test_freq < 1 or not config.data.val_files):
+        yield "trainer.keep_best=true needs data.val_files and trainer.test_freq of at least 1"
+    if trainer.sample_freq > 0 and not trainer.sample_prompts:
+        yield "trainer.sample_freq needs trainer.sample_prompts, a list of prompts or a text file"
+    if config.actor_rollout_ref.rollout.name == "auto" and config.actor_rollout_ref.rollout.strict:
+        yield f"{_ROLLOUT}.strict=true needs {_ROLLOUT}.name: auto has nothing to insist on"
+
+
+def advice(config: Config) -> Iterator[str]:
+    """A sentence for each thing that works and is probably not meant. Takes the configuration before ``resolve``."""
+    algorithm, rollout, actor = config.algorithm, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    if algorithm.adv_estimator in names.GROUP_ESTIMATORS and rollout.n == 1:
+        yield (
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares the answers to one prompt, "
+            f"and {_ROLLOUT}.n=1 gives it nothing to compare: use 4 to 16"
+        )
+    if rollout.n > 1 and not rollout.do_sample:
+        yield f"{_ROLLOUT}.do_sample=false makes all {rollout.n} answers to a prompt the same"
+    mini, batch = actor.ppo_mini_batch_size, config.data.train_batch_size
+    if mini is not None and batch % mini:
+        yield f"data.train_batch_size={batch} in mini-batches of {mini}: the last one has {batch % mini} prompts"
+    if config.given("data.gen_batch_size") and not algorithm.filter_groups.enable:
+        yield "data.gen_batch_size is used only with algorithm.filter_groups.enable=true"
+    if algorithm.kl_ctrl.type == "adaptive" and not algorithm.use_kl_in_reward:
+        yield "algorithm.kl_ctrl.type=adaptive steers the KL in the reward, which is off (algorithm.use_kl_in_reward)"
+    if config.trainer.critic_warmup > 0 and not needs_critic(config):
+        yield "trainer.critic_warmup has no effect without a value model"
+    if config.critic.enable and algorithm.adv_estimator != "gae":
+        yield f"critic.enable=true trains a value model that adv_estimator={algorithm.adv_estimator} does not use"
+    if actor.use_kl_loss and algorithm.use_kl_in_reward:
+        yield "the KL against the reference is in the reward and in the loss: usually one is meant"
+    if config.given("actor_rollout_ref.ref.fsdp_config.param_offload") and not needs_reference(config):
+        yield "no KL is used, so no reference model is loaded"
+    yield from _run_advice(config)
+    yield from _micro_batch_advice(config)
+
+
+def _run_advice(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    processes = trainer.nnodes * trainer.n_gpus_per_node
+    if processes > 1:
+        yield f"trainer.nnodes x trainer.n_gpus_per_node asks for {processes} devices; this version trains on one"
+    if trainer.test_freq > 0 and not config.data.val_files:
+        yield "trainer.test_freq has no effect without data.val_files"
+    if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
+        yield "trainer.resume_from_path is read only with trainer.resume_mode=resume_path"
+
+
+def _micro_batch_advice(config: Config) -> Iterator[str]:
+    actor = config.actor_rollout_ref.actor
+    if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
+        yield f"{_ACTOR}.use_dynamic_bsz=true cuts by tokens, so ppo_micro_batch_size_per_gpu is not used"
+    longest = max_sequence_length(config)
+    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
+        yield (
+            f"{_ACTOR}.ppo_max_token_len_per_gpu={actor.ppo_max_token_len_per_gpu} is less than prompt and response "
+            f"together ({longest}): a longer sequence is a micro-batch by itself"
+        )

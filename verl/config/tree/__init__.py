@@ -1,0 +1,58 @@
+"""The tree of options, one file for each top-level key; :class:`Config` is the root."""
+
+from __future__ import annotations
+
+from verl.config.fields import Leaf, groups, walk
+from verl.config.tree.actor_rollout import (
+    Actor,
+    ActorRolloutRef,
+    Model,
+    Offload,
+    Optim,
+    PolicyLoss,
+    Ref,
+    Rollout,
+    ValKwargs,
+)
+from verl.config.tree.algorithm import Algorithm, FilterGroups, KLControl, RolloutCorrection
+from verl.config.tree.critic import Critic, CriticModel, CriticOptim
+from verl.config.tree.data import CustomClass, Data
+from verl.config.tree.reward import CustomRewardFunction, OverlongBuffer, Reward, RewardManager, RewardModel
+from verl.config.tree.root import Config
+from verl.config.tree.trainer import Trainer
+
+LEAVES: dict[str, Leaf] = {leaf.key: leaf for leaf in walk(Config)}
+"""Every option by its dotted key."""
+
+GROUPS: dict[str, str] = dict(groups(Config))
+"""Every group by its dotted key, with what it is."""
+
+__all__ = [
+    "GROUPS",
+    "LEAVES",
+    "Actor",
+    "ActorRolloutRef",
+    "Algorithm",
+    "Config",
+    "Critic",
+    "CriticModel",
+    "CriticOptim",
+    "CustomClass",
+    "CustomRewardFunction",
+    "Data",
+    "FilterGroups",
+    "KLControl",
+    "Model",
+    "Offload",
+    "Optim",
+    "OverlongBuffer",
+    "PolicyLoss",
+    "Ref",
+    "Reward",
+    "RewardManager",
+    "RewardModel",
+    "Rollout",
+    "RolloutCorrection",
+    "Trainer",
+    "ValKwargs",
+]

@@ -1,0 +1,205 @@
+"""``actor_rollout_ref.*``: the model that is trained, its reference copy, and how it generates."""
+
+# ruff: noqa: RUF009  (option() and group() make dataclass fields)
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config import names
+from verl.config.fields import group, option
+
+_MICRO = "Sequences a forward pass; `null`: by memory (or by tokens with {dynamic})."
+
+
+@dataclass(slots=True)
+class Model:
+    """The policy model; the reference starts from the same weights."""
+
+    path: str | None = option(
+        None, "Model folder or hub name. Required.", path=True, verl="~/models/deepseek-llm-7b-chat"
+    )
+    tokenizer_path: str | None = option(None, "Tokenizer folder or hub name; `null`: `path`.", path=True)
+    trust_remote_code: bool = option(False, "Allow the model to run code from its repository.")
+    override_config: dict[str, Any] = option({}, "Values written over the model's own config before it is built.")
+    enable_gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
+    custom_chat_template: str | None = option(None, "Chat template (Jinja text) in place of the tokenizer's own.")
+    external_lib: str | None = option(
+        None, "Python module, or several with commas, imported before the model is built (to register architectures)."
+    )
+    attn_implementation: str = option(
+        "auto",
+        "Attention of the training model; `auto`: by the hardware.",
+        choices=names.ATTENTION,
+        verl="flash attention 2",
+    )
+    dtype: str = option(
+        "auto",
+        "Type the weights compute in; master weights and moments are always float32. `auto`: by the hardware.",
+        choices=names.DTYPES,
+        normalise=names.dtype_name,
+        verl="bfloat16",
+    )
+
+
+@dataclass(slots=True)
+class Optim:
+    """AdamW and its schedule."""
+
+    lr: float = option(1e-6, "Peak learning rate.", low=0)
+    weight_decay: float = option(0.01, "Decoupled weight decay.", low=0)
+    betas: list[float] = option([0.9, 0.999], "Decay rates of the two moments.")
+    eps: float = option(1e-8, "Added to the root of the second moment.", above=0, verl="(1e-8)")
+    optimizer: str = option("AdamW", "Which optimizer.", choices=names.OPTIMIZERS)
+    lr_warmup_steps: int = option(-1, "Training steps of linear warm-up; -1: from `lr_warmup_steps_ratio`.", low=-1)
+    lr_warmup_steps_ratio: float = option(0.0, "Warm-up as a fraction of all training steps.", low=0, high=1)
+    lr_scheduler_type: str = option("constant", "After warm-up.", choices=names.SCHEDULES)
+    min_lr_ratio: float = option(0.0, "Lowest rate of a decaying schedule, as a fraction of `lr`.", low=0, high=1)
+    num_cycles: float = option(0.5, "Cosine periods; 0.5 goes down once.", above=0)
+
+
+@dataclass(slots=True)
+class Offload:
+    """What moves to host memory between uses."""
+
+    param_offload: bool = option(False, "Keep the weights in host memory while they are not used.")
+    optimizer_offload: bool = option(False, "Keep master weights and moments in host memory.")
+
+
+@dataclass(slots=True)
+class RefOffload:
+    """What moves to host memory between uses."""
+
+    param_offload: bool = option(False, "Keep the reference weights in host memory while they are not used.")
+
+
+@dataclass(slots=True)
+class PolicyLoss:
+    """Which surrogate is minimised, and the constants of the covariance ones."""
+
+    loss_mode: str = option("vanilla", "Policy loss; see `docs/algorithms.md`.", choices=names.POLICY_LOSSES)
+    clip_cov_ratio: float = option(2e-4, "clip_cov: fraction of tokens whose gradient is cut.", above=0, high=1)
+    clip_cov_lb: float = option(1.0, "clip_cov: lowest covariance that may be cut.")
+    clip_cov_ub: float = option(5.0, "clip_cov: highest covariance that may be cut.")
+    kl_cov_ratio: float = option(2e-4, "kl_cov: fraction of tokens with a KL penalty.", above=0, high=1)
+    ppo_kl_coef: float = option(0.1, "kl_cov: weight of that penalty.", low=0)
+
+
+@dataclass(slots=True)
+class Actor:
+    """The update of the policy."""
+
+    strategy: str = option(
+        "auto", "Training engine; `auto`: by the number of devices.", choices=names.STRATEGIES, verl="fsdp"
+    )
+    ppo_mini_batch_size: int | None = option(
+        None, "Prompts an optimizer step; `null`: `data.train_batch_size`, one step a rollout.", low=1, verl=256
+    )
+    ppo_micro_batch_size_per_gpu: int | None = option(
+        None, _MICRO.format(dynamic="`use_dynamic_bsz`"), low=1, verl="one needed"
+    )
+    use_dynamic_bsz: bool = option(False, "Cut micro-batches by tokens, not by sequences.")
+    ppo_max_token_len_per_gpu: int = option(
+        16384, "Most tokens (prompt and response) a micro-batch when cut by tokens or memory.", low=1
+    )
+    clip_ratio: float = option(0.2, "PPO clip range, both sides.", low=0)
+    clip_ratio_low: float | None = option(None, "Lower clip range; `null`: `clip_ratio`.", low=0, verl=0.2)
+    clip_ratio_high: float | None = option(None, "Upper clip range; `null`: `clip_ratio`.", low=0, verl=0.2)
+    clip_ratio_c: float = option(3.0, "Dual clip: bound of the loss for negative advantages.", above=1)
+    loss_agg_mode: str = option("token-mean", "How token losses become one number.", choices=names.LOSS_AGG_MODES)
+    loss_scale_factor: float | None = option(
+        None, "Divisor of `seq-mean-token-sum-norm`; `null`: `data.max_response_length`.", above=0
+    )
+    entropy_coeff: float = option(0.0, "Weight of the entropy bonus.")
+    calculate_entropy: bool = option(False, "Report the entropy even when its weight is 0.")
+    use_kl_loss: bool = option(False, "Add the KL against the reference to the loss (GRPO style).")
+    kl_loss_coef: float = option(0.001, "Weight of that KL.", low=0)
+    kl_loss_type: str = option("low_var_kl", "KL estimator in the loss.", choices=names.KL_ESTIMATORS)
+    ppo_epochs: int = option(1, "Passes over each rollout.", low=1)
+    shuffle: bool = option(False, "Shuffle the prompts of a rollout before they are cut into mini-batches.")
+    data_loader_seed: int | None = option(None, "Seed of that shuffle; `null`: `trainer.seed`.", low=0, verl=42)
+    grad_clip: float = option(1.0, "Largest norm of the gradient; 0: no clipping.", low=0)
+    tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages.", above=0)
+    tau_neg: float = option(1.05, "sapo: temperature of the gate for negative advantages.", above=0)
+    max_nonfinite_steps: int = option(
+        5, "A step with a non-finite gradient is skipped; after this many in a row the run stops.", low=1, verl="(none)"
+    )
+    optim: Optim = group(Optim, "Optimizer of the policy.")
+    policy_loss: PolicyLoss = group(PolicyLoss, "Policy loss.")
+    fsdp_config: Offload = group(Offload, "Host offload of the policy.")
+
+
+@dataclass(slots=True)
+class Ref:
+    """The frozen reference, built only if a KL needs it."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = option(
+        None, _MICRO.format(dynamic="`log_prob_use_dynamic_bsz`"), low=1
+    )
+    log_prob_use_dynamic_bsz: bool | None = option(None, "Cut by tokens; `null`: as the actor.")
+    log_prob_max_token_len_per_gpu: int | None = option(None, "Most tokens a micro-batch; `null`: as the actor.", low=1)
+    fsdp_config: RefOffload = group(RefOffload, "Host offload of the reference.")
+
+
+@dataclass(slots=True)
+class ValKwargs:
+    """Sampling in validation; the default is one greedy answer."""
+
+    n: int = option(1, "Answers a validation prompt.", low=1)
+    do_sample: bool = option(False, "Sample; false: greedy.")
+    temperature: float = option(0.0, "Temperature when sampling.", low=0)
+    top_k: int = option(-1, "Most likely tokens kept; -1 or 0: all.", low=-1, normalise=names.top_k_off)
+    top_p: float = option(1.0, "Probability mass kept.", above=0, high=1)
+
+
+@dataclass(slots=True)
+class Rollout:
+    """How answers are generated for training."""
+
+    name: str = option(
+        "auto",
+        "Engine; `auto`: the best that runs on this machine without another package.",
+        choices=names.ROLLOUT_ENGINES,
+        verl="required",
+    )
+    strict: bool = option(
+        False,
+        "Stop if the named engine cannot run here, in place of falling back to native with a notice.",
+        verl="(none)",
+    )
+    n: int = option(1, "Answers a training prompt.", low=1)
+    do_sample: bool = option(True, "Sample; false: greedy.")
+    temperature: float = option(1.0, "Temperature, of sampling and of the log-probs in training alike.", low=0)
+    top_k: int = option(-1, "Most likely tokens kept; -1 or 0: all.", low=-1, normalise=names.top_k_off)
+    top_p: float = option(1.0, "Probability mass kept.", above=0, high=1)
+    min_p: float = option(0.0, "Tokens below this fraction of the best one's probability are left out.", low=0, below=1)
+    stop: list[str] = option([], "Texts that end an answer.")
+    stop_token_ids: list[int] = option([], "Token ids that end an answer, besides the model's own.")
+    ignore_eos: bool = option(False, "Go on after the end-of-sequence token, up to the full length.")
+    max_num_seqs: int = option(256, "Most sequences decoded at a time.", low=1)
+    max_num_batched_tokens: int = option(8192, "Most prompt tokens a prefill pass.", low=1)
+    dtype: str = option(
+        "auto",
+        "Type the engine computes in; `auto`: the model's. The environment variable `VLLM_DTYPE` sets it too.",
+        choices=names.DTYPES,
+        normalise=names.dtype_name,
+        verl="bfloat16",
+    )
+    seed: int | None = option(None, "Seed of sampling; `null`: `trainer.seed`.", low=0, verl=42)
+    calculate_log_probs: bool = option(True, "Record the log-prob of each sampled token.")
+    log_prob_micro_batch_size_per_gpu: int | None = option(
+        None, _MICRO.format(dynamic="`log_prob_use_dynamic_bsz`"), low=1
+    )
+    log_prob_use_dynamic_bsz: bool | None = option(None, "Cut old log-probs by tokens; `null`: as the actor.")
+    log_prob_max_token_len_per_gpu: int | None = option(None, "Most tokens a micro-batch; `null`: as the actor.", low=1)
+    val_kwargs: ValKwargs = group(ValKwargs, "Sampling in validation.")
+
+
+@dataclass(slots=True)
+class ActorRolloutRef:
+    """The policy in its three uses."""
+
+    model: Model = group(Model, "The policy model.")
+    actor: Actor = group(Actor, "Training of the policy.")
+    ref: Ref = group(Ref, "The frozen reference.")
+    rollout: Rollout = group(Rollout, "Generation.")

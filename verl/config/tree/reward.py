@@ -1,0 +1,86 @@
+"""``reward.*``: where the numbers come from that training raises."""
+
+# ruff: noqa: RUF009  (option() and group() make dataclass fields)
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config import names
+from verl.config.fields import group, option
+
+
+@dataclass(slots=True)
+class CustomRewardFunction:
+    """A user's scorer in a Python file."""
+
+    path: str | None = option(
+        None, "Python file with the scorer; `null`: the built-in rules by data source.", path=True
+    )
+    name: str = option("compute_score", "Name of the function in that file.")
+    reward_kwargs: dict[str, Any] = option({}, "Extra keyword arguments of every call.")
+
+
+@dataclass(slots=True)
+class RewardManager:
+    """Which manager calls the scorer."""
+
+    name: str = option(
+        "naive",
+        "verl's manager; one runner serves all, `dapo` says that the length penalty may be used.",
+        choices=names.REWARD_MANAGERS,
+    )
+
+
+@dataclass(slots=True)
+class RewardModel:
+    """A model that scores, in place of or beside a rule."""
+
+    enable: bool = option(False, "Score with a reward model.")
+    model_path: str | None = option(None, "Its folder or hub name.", path=True)
+    normalize: str | None = option(
+        None, "`sigmoid`: scores in (0, 1); `null`: the raw logit.", choices=("sigmoid",), verl="(none)"
+    )
+    trust_remote_code: bool = option(False, "Allow it to run code from its repository.")
+    micro_batch_size_per_gpu: int | None = option(None, "Sequences a forward pass; `null`: by memory.", low=1)
+
+
+@dataclass(slots=True)
+class OverlongBuffer:
+    """Soft penalty for answers near the length limit (DAPO)."""
+
+    enable: bool = option(False, "Penalise answers that enter the last `len` tokens.")
+    len: int | None = option(
+        None,
+        "Length of that zone, in tokens before `data.max_response_length`; `null`: a fifth of it.",
+        low=0,
+        verl=0,
+    )
+    penalty_factor: float = option(1.0, "Penalty at the limit; it grows linearly from 0.", low=0)
+
+
+@dataclass(slots=True)
+class Reward:
+    """Scoring."""
+
+    reward_fn: Any = option(
+        None, "A Python function (only from Python): `fn(batch)` or verl's `compute_score`.", verl="(none)"
+    )
+    num_workers: int | None = option(None, "Scorers at work at a time; `null`: by the number of cores.", low=1, verl=8)
+    timeout_s: float | None = option(
+        None,
+        "Seconds a row may take, or a call of a batch function; `null`: 60 for a row, 600 for a call.",
+        above=0,
+        verl="(none)",
+    )
+    on_error: str = option(
+        "exclude",
+        "A row whose scorer failed: leave it out of its group's statistics (`exclude`), score 0 and count it (`zero`), "
+        "or stop (`raise`).",
+        choices=("exclude", "zero", "raise"),
+        verl="(none)",
+    )
+    custom_reward_function: CustomRewardFunction = group(CustomRewardFunction, "A user's scorer.")
+    reward_manager: RewardManager = group(RewardManager, "The manager.")
+    reward_model: RewardModel = group(RewardModel, "A reward model.")
+    overlong_buffer: OverlongBuffer = group(OverlongBuffer, "The soft length penalty.")

@@ -1,0 +1,33 @@
+"""The dataflow of a step: nodes that declare what they need, give, read and write, and executors that run them.
+
+- ``node.py``         Node, keys, frames, relations
+- ``graph.py``        edges, order, what can be streamed; ``check_graph.py``: everything that can be wrong
+- ``rows.py``         the columns of a step, joined by id; ``checks.py``: what a node returned
+- ``executor.py``     calling nodes, barriers, the serial executor; ``stream.py``: the concurrent one
+- ``failures.py``     how an error in a node reaches the caller
+- ``loop.py``         run a flow again and again within a step
+- ``flow.py``         Dataflow; ``flowset.py``: the named flows of a run; ``describe.py``: table and Mermaid
+"""
+
+from verl.dataflow.executor import StepResult
+from verl.dataflow.failures import NodeError
+from verl.dataflow.flow import Dataflow
+from verl.dataflow.flowset import FlowSet
+from verl.dataflow.loop import Loop
+from verl.dataflow.node import Key, Node, Relation, aggregate, expand, pair, same, subset
+
+__all__ = [
+    "Dataflow",
+    "FlowSet",
+    "Key",
+    "Loop",
+    "Node",
+    "NodeError",
+    "Relation",
+    "StepResult",
+    "aggregate",
+    "expand",
+    "pair",
+    "same",
+    "subset",
+]

@@ -1,0 +1,1 @@
+"""Models: loading and saving Hugging Face models, packed forward passes, fused log-probs, value heads."""

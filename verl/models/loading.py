@@ -1,0 +1,210 @@
+"""Load Hugging Face models and tokenizers, with errors that name what is missing and what is near."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from verl.errors import ModelError
+from verl.notices import notice
+
+# transformers sets the default dtype of the whole process while it builds a model: one at a time
+BUILDING = threading.RLock()
+
+
+@contextlib.contextmanager
+def building_models() -> Iterator[None]:
+    """Build, load and probe models one at a time, without transformers' progress bars and its report of fresh heads."""
+    with BUILDING:
+        verbosity = transformers_logging.get_verbosity()
+        bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+            if bars:
+                transformers_logging.enable_progress_bar()
+
+
+def _near_match(path: Path) -> str:
+    """A folder that exists and ends like ``path`` (``./models/X`` for ``$HOME/models/Qwen/X``), or a similar name."""
+    roots = [Path.cwd() / "models", path.parent.parent, path.parent, Path.cwd()]
+    for root in roots:
+        if root.is_dir():
+            candidates = {child.name: child for child in root.iterdir() if child.is_dir()}
+            names = difflib.get_close_matches(path.name, candidates, n=1, cutoff=0.8)
+            if names and candidates[names[0]].resolve() != path.resolve():
+                return f" Did you mean {candidates[names[0]]}?"
+    return ""
+
+
+def resolve_model_path(path: str) -> str:
+    """Check a local model folder early; a hub id is returned as it is.
+
+    Raises:
+        ModelError: the path looks local and is not there, or holds no ``config.json``.
+    """
+    expanded = Path(os.path.expandvars(path)).expanduser()
+    if expanded.is_dir():
+        if not (expanded / "config.json").is_file():
+            raise ModelError(
+                f"{expanded} is not a Hugging Face model folder: it has no config.json.{_near_match(expanded)}"
+            )
+        return str(expanded)
+    looks_local = path.startswith(("/", ".", "~", "$")) or path.count("/") > 1 or expanded.exists()
+    if looks_local:
+        raise ModelError(f"There is no model folder at {expanded}.{_near_match(expanded)}")
+    return path
+
+
+def _unavailable(what: str, path: str, error: Exception) -> ModelError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if Path(path).is_dir():
+        return ModelError(f"{what} in the folder {path} cannot be loaded: {reason}")
+    near = _near_match(Path(path))
+    return ModelError(
+        f"{what} '{path}' cannot be loaded from the hub or its cache ({reason}). Give a local folder as model path, "
+        f"or set HF_ENDPOINT to a mirror that you can reach.{near}"
+    )
+
+
+def load_tokenizer(
+    path: str, *, trust_remote_code: bool = False, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer, with padding on the left and a pad token (the eos token where none is defined)."""
+    path = resolve_model_path(path)
+    if Path(path).is_dir() and not any((Path(path) / name).exists() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"The model folder {path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}). Copy the tokenizer's "
+            "files into it, or set actor_rollout_ref.model.tokenizer_path to a folder that has them."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise _unavailable("The tokenizer", path, error) from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ModelError(
+                f"The tokenizer of {path} has neither a pad token nor an eos token; add one of them to it."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+
+
+def load_config(path: str, *, trust_remote_code: bool = False, override: dict[str, Any] | None = None):
+    """The model's HF config with ``override`` applied. An override that the config does not know is an error."""
+    path = resolve_model_path(path)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise _unavailable("The model", path, error) from error
+    for key, value in (override or {}).items():
+        if key not in config.to_dict() and not hasattr(config, key):
+            raise ModelError(f"model.override_config has the key '{key}', which {type(config).__name__} does not know.")
+        setattr(config, key, value)
+    return config
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    trust_remote_code: bool = False,
+    override_config: dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """Load a causal language model in ``dtype`` on ``device`` with dropout switched off.
+
+    Dropout is off because a policy gradient compares the log-prob of the same tokens under two sets of weights:
+    noise of dropout in one of them is a ratio different from 1 for no reason.
+    """
+    config = load_config(path, trust_remote_code=trust_remote_code, override=override_config)
+    path = resolve_model_path(path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise _unavailable("The model", path, error) from error
+    disable_dropout(model, keep=override_config or {})
+    return model.to(device)
+
+
+def disable_dropout(model: nn.Module, keep: dict[str, Any] | None = None) -> None:
+    """Set every dropout probability to zero, except those that the user gave in ``keep`` by their config name."""
+    config = getattr(model, "config", None)
+    kept = {name for name in (keep or {}) if "drop" in name}
+    if kept:
+        notice(
+            f"Dropout stays on, as model.override_config asks for it ({', '.join(sorted(kept))}): "
+            "ratios will not be exactly 1."
+        )
+        return
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        # attention modules keep their probability as a plain number
+        for name in ("attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    for name in (
+        "attention_dropout",
+        "attn_pdrop",
+        "resid_pdrop",
+        "embd_pdrop",
+        "hidden_dropout",
+        "dropout",
+        "classifier_dropout",
+    ):
+        if isinstance(getattr(config, name, None), float):
+            setattr(config, name, 0.0)
+
+
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in the backward pass. transformers renamed the call in 5.24."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    if enable.__name__ == "activation_checkpointing_enable":
+        enable()
+    else:
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every id that ends a response: the generation config's eos ids, the config's and the tokenizer's."""
+    ids: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return tuple(sorted(int(i) for i in ids))
+
+
+def save_pretrained(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: str | os.PathLike
+) -> None:
+    """Write a plain HF folder: safetensors, config, generation config, tokenizer."""
+    implementation = model.config._attn_implementation
+    model.config._attn_implementation = None
+    try:
+        model.save_pretrained(folder, safe_serialization=True)
+    finally:
+        model.config._attn_implementation = implementation
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)

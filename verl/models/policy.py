@@ -1,0 +1,63 @@
+"""The policy as training sees it: log-probs and entropy of the trained tokens of a sample batch."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from verl.models.backbone import hidden_states, lm_head, use_packed_attention
+from verl.models.linear_logprob import linear_log_prob
+from verl.models.loading import building_models, enable_gradient_checkpointing, load_causal_lm
+from verl.models.packing import pack
+from verl.models.settings import ModelSettings
+from verl.protocol import DataProto
+
+
+def load_policy(settings: ModelSettings, *, frozen: bool = False) -> PreTrainedModel:
+    """Load a causal LM for training (or as a frozen reference), packed where it can."""
+    with building_models():
+        model = load_causal_lm(
+            settings.path,
+            dtype=settings.torch_dtype,
+            device=settings.device,
+            trust_remote_code=settings.trust_remote_code,
+            override_config=settings.override_config,
+        )
+        return prepare_policy(model, settings, frozen=frozen)
+
+
+def prepare_policy(model: PreTrainedModel, settings: ModelSettings, *, frozen: bool = False) -> PreTrainedModel:
+    """Choose the attention, and make the model ready for training or freeze it."""
+    use_packed_attention(model, explicit=settings.attention)
+    if frozen:
+        return model.requires_grad_(False).eval()
+    if settings.gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return model.train()
+
+
+def log_probs(
+    model: PreTrainedModel, batch: DataProto, *, temperature: float = 1.0, with_entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(B, R) log-probs of the trained tokens under softmax(logits / temperature), 0 elsewhere, and their entropy.
+
+    Differentiable in the model's weights. Tokens with ``response_mask`` 0 are context: they are fed, not scored.
+    """
+    device = next(model.parameters()).device
+    packed = pack(batch, device=device)
+    if not len(packed.target):
+        dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+        zeros = torch.zeros(packed.shape, device=device, dtype=dtype)
+        return zeros, zeros if with_entropy else None
+    weight, bias, softcap = lm_head(model)
+    hidden = hidden_states(model, packed)[packed.source]
+    log_prob, entropy = linear_log_prob(
+        hidden,
+        weight,
+        packed.target,
+        bias=bias,
+        softcap=softcap,
+        temperature=temperature,
+        with_entropy=with_entropy,
+    )
+    return packed.to_grid(log_prob), None if entropy is None else packed.to_grid(entropy)

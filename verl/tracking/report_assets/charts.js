@@ -1,0 +1,194 @@
+"use strict";
+// Curves. Each is drawn when it first comes into view, and again when smoothing, scale, zoom or colours change.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const coarse = matchMedia("(pointer: coarse)").matches; // a finger scrolls; it must not zoom a curve by accident
+const narrow = matchMedia("(max-width: 720px)").matches;
+const LIGHT = ["#2f5fd0", "#d9702a", "#2a9160", "#a8447f", "#8a6fd1", "#b58a00", "#3a93a8", "#c2483c", "#6b7a86", "#7a5b3a"];
+const DARK = ["#7fa4ff", "#f2a267", "#6fcf9a", "#e58fbd", "#b9a4f5", "#e3c257", "#79c7d8", "#f28b7f", "#a5b1bb", "#c6a37c"];
+const view = { smoothing: 0, logarithmic: false, range: null };
+const charts = new Map(); // element -> function that draws it
+
+function element(tag, className, ...children) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  node.append(...children);
+  return node;
+}
+
+const palette = () => (dark.matches ? DARK : LIGHT);
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// Plotly reads a little HTML in names; a metric's name is only text.
+const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+function short(value) {
+  if (value === null || value === undefined) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace("e+", "e");
+  if (size >= 100) return Math.round(value).toLocaleString("en");
+  return String(Number(value.toPrecision(3)));
+}
+
+// Exponential moving average, without the pull of its start towards zero; gaps stay gaps.
+function smoothed(y, weight) {
+  let sum = 0, total = 0;
+  return y.map((value) => {
+    if (value === null) return null;
+    sum = sum * weight + value * (1 - weight);
+    total = total * weight + (1 - weight);
+    return Number((sum / total).toPrecision(6)); // a constant must stay constant
+  });
+}
+
+function layout(extra) {
+  const soft = css("--soft"), line = css("--line");
+  const axis = { color: soft, gridcolor: line, zeroline: false, linecolor: line, automargin: true, tickfont: { size: 11 } };
+  return Object.assign({
+    margin: { l: 34, r: 10, t: 6, b: 26 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: css("--ink") },
+    hovermode: "x unified", hoverlabel: { bgcolor: css("--card"), bordercolor: line, font: { size: 12 } },
+    dragmode: coarse ? false : "zoom", showlegend: false,
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11.5, color: soft } },
+    xaxis: { ...axis, showgrid: false, range: view.range || undefined, autorange: !view.range, nticks: 7, hoverformat: ",d" },
+    yaxis: { ...axis, type: view.logarithmic ? "log" : "linear", fixedrange: true, nticks: 6, exponentformat: "e" },
+  }, extra);
+}
+
+function traces(chart) {
+  const colours = palette(), found = [];
+  const sparse = (y) => y.filter((value) => value !== null).length <= 30;
+  if (chart.band) {
+    const edge = { x: data.steps, mode: "lines", line: { width: 0 }, connectgaps: true, hovertemplate: "%{y:.4~g}" };
+    found.push({ ...edge, y: chart.band[0], name: "min" });
+    found.push({ ...edge, y: chart.band[1], name: "max", fill: "tonexty", fillcolor: colours[0] + "22" });
+  }
+  chart.lines.forEach((line, i) => {
+    const colour = colours[i % colours.length];
+    const base = { x: data.steps, name: plain(line.name), connectgaps: true, hovertemplate: "%{y:.4~g}" };
+    const few = sparse(line.y); // validations: each point counts, and is shown as it is
+    if (view.smoothing > 0 && !few) {
+      found.push({ ...base, y: line.y, mode: "lines", opacity: 0.25, hoverinfo: "skip", hovertemplate: null, showlegend: false, line: { color: colour, width: 1.2 } });
+    }
+    const y = view.smoothing > 0 && !few ? smoothed(line.y, view.smoothing) : line.y;
+    found.push({ ...base, y, mode: few ? "lines+markers" : "lines", line: { color: colour, width: 1.8 }, marker: { color: colour, size: 5 } });
+  });
+  return found;
+}
+
+function shape(chart) {
+  const found = layout({ showlegend: chart.lines.length > 1 });
+  const highest = Math.max(...chart.lines.flatMap((line) => line.y.map((value) => Math.abs(value || 0))));
+  if (highest >= 1e4) found.yaxis.tickformat = "~s"; // 36k
+  return found;
+}
+
+function plot(node, list, shape) {
+  Plotly.react(node, list, shape, { displayModeBar: false, responsive: true, doubleClick: "reset" });
+  if (!node.dataset.linked) {
+    node.dataset.linked = "yes";
+    node.on("plotly_relayout", (change) => {
+      if (change["xaxis.range[0]"] !== undefined) zoom([change["xaxis.range[0]"], change["xaxis.range[1]"]]);
+      else if (change["xaxis.autorange"]) zoom(null);
+    });
+    node.on("plotly_doubleclick", () => { zoom(null); return false; });
+  }
+}
+
+function zoom(range) {
+  if (JSON.stringify(range) === JSON.stringify(view.range)) return;
+  view.range = range;
+  document.getElementById("unzoom").hidden = !range;
+  redraw();
+}
+
+// Draw now what is in sight; the rest when it comes into sight.
+const watcher = new IntersectionObserver((entries) => {
+  for (const entry of entries) {
+    entry.target.dataset.seen = entry.isIntersecting ? "yes" : "";
+    if (entry.isIntersecting && entry.target.dataset.stale !== "") draw(entry.target);
+  }
+}, { rootMargin: "300px" });
+
+function draw(node) {
+  if (!window.Plotly) return;
+  node.dataset.stale = "";
+  charts.get(node)();
+}
+
+function redraw() {
+  for (const node of charts.keys()) {
+    node.dataset.stale = "yes";
+    if (node.dataset.seen) draw(node);
+  }
+}
+
+function chartCard(chart) {
+  const cut = chart.title.indexOf("/") + 1;
+  const what = element("span", "what", element("i", "", chart.title.slice(0, cut)), chart.title.slice(cut));
+  what.title = chart.title;
+  const main = chart.lines[chart.lines.length - 1].y.filter((value) => value !== null);
+  const last = element("span", "last", chart.lines.length === 1 ? short(main[main.length - 1]) : "");
+  const node = element("div", "plot");
+  charts.set(node, () => plot(node, traces(chart), shape(chart)));
+  watcher.observe(node);
+  return element("div", "card", element("div", "name", what, last), node);
+}
+
+function showCurves() {
+  const place = document.getElementById("curves");
+  for (const panel of data.panels) {
+    const count = panel.open ? "" : element("small", "", `${panel.charts.length} charts`);
+    const head = element("summary", "", element("h2", "", panel.title, count));
+    const box = element("details", "panel", head, element("div", "grid", ...panel.charts.map(chartCard)));
+    box.open = panel.open && (narrow ? place.childElementCount < 2 : true);
+    place.append(box);
+  }
+  if (!data.panels.length) place.append(element("p", "none-found", "No metrics were logged yet."));
+}
+
+function showPhases() {
+  const section = document.getElementById("time");
+  if (!data.phases.length) { section.remove(); document.querySelector('nav a[href="#time"]').remove(); return; }
+  const sums = data.phases.map((phase) => phase.y.reduce((sum, value) => sum + (value || 0), 0));
+  const all = sums.reduce((a, b) => a + b, 0) || 1;
+  const bar = element("div", "bar"), list = element("ul");
+  const colour = (i) => palette()[i % palette().length];
+  data.phases.forEach((phase, i) => {
+    const share = (100 * sums[i]) / all, ran = phase.y.filter((value) => value).length || 1;
+    const piece = element("div");
+    piece.style.flex = `${share} 0 0`;
+    piece.title = `${phase.name}: ${share.toFixed(1)} %`;
+    const key = element("i");
+    for (const node of [piece, key]) { node.style.background = colour(i); node.dataset.colour = i; }
+    bar.append(piece);
+    list.append(element("li", "", key, phase.name, element("span", "", `${short(sums[i] / ran)} s · ${share < 1 ? share.toFixed(1) : share.toFixed(0)} %`)));
+  });
+  document.getElementById("phase-bar").append(bar, list);
+  const node = document.getElementById("phase-chart");
+  charts.set(node, () => {
+    document.querySelectorAll("[data-colour]").forEach((n) => { n.style.background = colour(Number(n.dataset.colour)); });
+    const ran = data.steps.map((_, k) => k).filter((k) => data.phases.some((phase) => phase.y[k] !== null));
+    const list = data.phases.map((phase, i) => ({
+      x: ran.map((k) => data.steps[k]), y: ran.map((k) => phase.y[k] || 0), name: plain(phase.name), stackgroup: "phases", mode: "lines",
+      line: { width: 0.6, color: colour(i), shape: "hvh" }, fillcolor: colour(i) + "b0", hovertemplate: "%{y:.3~g} s",
+    }));
+    const shape = layout({});
+    shape.yaxis = { ...shape.yaxis, type: "linear", ticksuffix: " s", rangemode: "tozero" };
+    plot(node, list, shape);
+  });
+  watcher.observe(node);
+}
+
+// plotly.js travels compressed: unpack it, run it, then draw what is in sight.
+async function loadPlotly() {
+  const packed = document.getElementById("plotly");
+  const bytes = Uint8Array.from(atob(packed.textContent), (c) => c.charCodeAt(0));
+  packed.textContent = "";
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const script = document.createElement("script");
+  script.textContent = await new Response(stream).text();
+  document.head.append(script);
+  redraw();
+}

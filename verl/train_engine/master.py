@@ -1,0 +1,68 @@
+"""Live weights, fp32 masters and fp32 gradient sums.
+
+Live weights narrower than fp32 compute; the optimizer works on an fp32 master and writes ``live <- round(master)``
+into the same storage. Gradients of micro-batches are added up in fp32: a bf16 sum would lose the small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+def is_wide(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float32, torch.float64)
+
+
+class MasterWeights:
+    """The trainable parameters of a module with their masters.
+
+    ``masters[name]`` is the parameter itself where it is fp32 or fp64, else an fp32 copy. Masters' ``.grad`` hold the
+    gradient sums.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.live = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.masters: dict[str, nn.Parameter] = {}
+        self._hooks = []
+        for name, p in self.live.items():
+            if is_wide(p.dtype):
+                self.masters[name] = p
+                continue
+            master = nn.Parameter(p.detach().float())
+            self.masters[name] = master
+            self._hooks.append(p.register_post_accumulate_grad_hook(self._adder(master)))
+
+    @staticmethod
+    def _adder(master: nn.Parameter):
+        def add(live: torch.Tensor) -> None:
+            if master.grad is None:
+                master.grad = live.grad.float()
+            else:
+                master.grad.add_(live.grad)
+            live.grad = None
+
+        return add
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Gradient sums in the order of the parameters; a parameter without one gets zeros."""
+        for master in self.masters.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        return [m.grad for m in self.masters.values()]
+
+    def discard_gradients(self) -> None:
+        for p in (*self.masters.values(), *self.live.values()):
+            p.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write the masters into the live weights, in place."""
+        for name, master in self.masters.items():
+            if master is not self.live[name]:
+                self.live[name].copy_(master)
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from self.masters.items()

@@ -1,0 +1,1 @@
+"""Trainers: dataflow tables, the loop that runs them, and the entry points."""

@@ -1,0 +1,88 @@
+"""Assembling a run from its configuration, with every mistake that can be found early found before a model loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from verl.algorithms.registry import load_custom, registered_names
+from verl.config import Config, fit_batch_to_rows, resolve, validate
+from verl.data import PromptLoader, build_prompt_dataset, build_train_loader
+from verl.data.loader import RowSource
+from verl.errors import ConfigError
+from verl.hardware import Choice
+from verl.models.loading import load_tokenizer, resolve_model_path
+from verl.notices import notice
+from verl.trainer.settings import hardware_for
+
+
+@dataclass
+class Plan:
+    """What is known before any model is loaded."""
+
+    config: Config
+    choice: Choice
+    tokenizer: PreTrainedTokenizerBase
+    train: RowSource
+    validation: RowSource | None
+    loader: PromptLoader
+    total_steps: int
+
+    @property
+    def prompt_columns(self) -> list[str]:
+        return columns_of(self.train)
+
+
+def columns_of(dataset: RowSource) -> list[str]:
+    """Prompt columns that a batch of this dataset will have, besides its ids."""
+    names: dict[str, None] = {}
+    for position in range(min(len(dataset), 16)):
+        names.update(dict.fromkeys(dataset[position]))
+    return [name for name in names if name not in ("prompt_ids", "input_ids", "attention_mask", "position_ids", "uid")]
+
+
+def prepare(config: Config, *, train_rows=None, validation_rows=None, check_names: bool = True) -> Plan:
+    """Check the configuration, look at the machine, read the data.
+
+    Args:
+        config: as loaded; a resolved copy is in the result.
+        train_rows, validation_rows: rows in memory in place of ``data.train_files`` and ``data.val_files``.
+    """
+    custom: tuple[str, ...] = ()
+    if config.algorithm.custom_path:
+        load_custom(config.algorithm.custom_path)
+        custom = tuple(name for names in registered_names() for name in names)
+    validate(config, need_data=train_rows is None, custom_names=custom)
+    config = resolve(config)
+    _seed(config)
+    choice = hardware_for(config)
+    model = config.actor_rollout_ref.model
+    resolve_model_path(model.path)
+    tokenizer = load_tokenizer(
+        config.actor_rollout_ref.model.tokenizer_path,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.custom_chat_template,
+    )
+    options = {"seed": config.trainer.seed, "chat_template": model.custom_chat_template}
+    train = build_prompt_dataset(config.data, tokenizer, "train", files=train_rows, **options)
+    validation = None
+    if validation_rows is not None or config.data.val_files is not None:
+        validation = build_prompt_dataset(config.data, tokenizer, "validation", files=validation_rows, **options)
+    elif config.trainer.test_freq > 0 or config.trainer.val_only:
+        raise ConfigError("trainer.test_freq or trainer.val_only asks for validation, but data.val_files is not set.")
+    config = resolve(fit_batch_to_rows(config, len(train)))
+    steps = config.trainer.total_training_steps
+    epochs = None if steps is not None else config.trainer.total_epochs
+    loader = build_train_loader(train, config.data, epochs=epochs, seed=config.trainer.seed)
+    total = steps if steps is not None else (loader.total_steps or 0)
+    return Plan(config, choice, tokenizer, train, validation, loader, total)
+
+
+def _seed(config: Config) -> None:
+    """Seed torch's generators and, if asked for, allow only deterministic kernels."""
+    torch.manual_seed(config.trainer.seed)
+    if config.trainer.full_determinism:
+        torch.use_deterministic_algorithms(True)
+        notice("trainer.full_determinism: only deterministic kernels are used.")

@@ -1,0 +1,95 @@
+"""What a checkpoint of a run holds, and putting it back: resuming equals never having stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.checkpoint import (
+    environment_differences,
+    read_protos,
+    read_state,
+    rng,
+    runtime_facts,
+    step_of,
+    write_protos,
+    write_state,
+)
+from verl.errors import CheckpointError
+from verl.notices import notice
+
+if TYPE_CHECKING:
+    from verl.trainer.base import Trainer
+
+STATE_FOLDER = "train_state"
+
+
+def save(trainer: Trainer, folder: Path) -> None:
+    """Write everything into ``folder``: HF folders for people, ``train_state`` for resuming."""
+    roles = trainer.roles
+    groups = {"actor": roles.actor, "critic": roles.critic}
+    tensors = {}
+    for name, group in groups.items():
+        if group is not None:
+            (folder / name).mkdir()
+            group.save_pretrained(str(folder / name))
+            tensors |= {f"{name}/{key}": value for key, value in group.state_dict().items()}
+    random_tensors, random_state = rng.capture()
+    tensors |= {f"rng/{key}": value for key, value in random_tensors.items()}
+    loops = _loop_states(trainer)
+    extra: dict[str, Any] = {
+        "global_step": trainer.global_steps,
+        "loader": trainer.loader.state_dict(),
+        "kl_controller": roles.kl_controller.state_dict(),
+        "rng": random_state,
+        "versions": dict(trainer.flows.versions),
+        "loops": {name: state["versions"] for name, state in loops.items()},
+        "best_score": trainer.evaluation.score,
+        "runtime": runtime_facts(),
+    }
+    write_state(folder / STATE_FOLDER, tensors, extra)
+    protos = {f"{name}.{frame}": batch for name, state in loops.items() for frame, batch in state["frames"].items()}
+    write_protos(folder / STATE_FOLDER, protos)
+
+
+def restore(trainer: Trainer, folder: Path) -> None:
+    """Put a checkpoint back into the freshly built run.
+
+    Raises:
+        CheckpointError: it was made by another kind of run (other roles, another model).
+    """
+    tensors, extra = read_state(folder / STATE_FOLDER)
+    roles = trainer.roles
+    for name, group in {"actor": roles.actor, "critic": roles.critic}.items():
+        mine = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
+        if group is not None:
+            if not mine:
+                raise CheckpointError(
+                    f"{folder} has no {name}, but this run trains one; was it made by another algorithm?"
+                )
+            group.load_state_dict(mine)
+    trainer.loader.load_state_dict(extra["loader"])
+    roles.kl_controller.load_state_dict(extra["kl_controller"])
+    rng.restore({k.removeprefix("rng/"): v for k, v in tensors.items() if k.startswith("rng/")}, extra["rng"])
+    trainer.flows.versions.update(extra["versions"])
+    _restore_loops(trainer, folder, extra["loops"])
+    trainer.evaluation.score = extra["best_score"]
+    trainer.global_steps = extra["global_step"]
+    differences = environment_differences(extra["runtime"], runtime_facts())
+    if differences:
+        notice(f"Resuming is not bit for bit here, because these differ from the checkpoint: {'; '.join(differences)}.")
+    notice(f"Resuming from {folder} after step {step_of(folder)}.")
+
+
+def _loop_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    return {name: loop.state_dict() for flow in trainer.flows.flows["train"] for name, loop in flow.loops.items()}
+
+
+def _restore_loops(trainer: Trainer, folder: Path, versions: dict[str, Any]) -> None:
+    protos = read_protos(folder / STATE_FOLDER)
+    for flow in trainer.flows.flows["train"]:
+        for name, loop in flow.loops.items():
+            frames = {
+                key.removeprefix(f"{name}."): batch for key, batch in protos.items() if key.startswith(f"{name}.")
+            }
+            loop.load_state_dict({"frames": frames, "versions": versions.get(name, {})})

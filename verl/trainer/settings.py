@@ -1,0 +1,167 @@
+"""From the configuration tree to the plain settings of each worker: the only place where the two meet."""
+
+from __future__ import annotations
+
+from verl.config import (
+    Config,
+    MicroBatching,
+    micro_batching,
+    needs_critic,
+    needs_old_log_probs,
+    needs_reference,
+)
+from verl.config.tree import Optim
+from verl.hardware import Choice, check_explicit, decide, environment_dtype
+from verl.models.settings import ModelSettings
+from verl.notices import notice
+from verl.rollout.base import SamplingParams
+from verl.train_engine.torch_engine import OptimizerSettings
+from verl.workers.settings import ActorSettings, CriticSettings, Cut, ReferenceSettings, RolloutSettings
+
+
+def hardware_for(config: Config) -> Choice:
+    """What this machine will use, with the user's explicit choices checked against what it can do."""
+    device = None if config.trainer.device == "auto" else config.trainer.device
+    choice = decide(device)
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    rollout_dtype = rollout.dtype if rollout.dtype != "auto" else environment_dtype() or "auto"
+    choice = check_explicit(
+        choice,
+        dtype=model.dtype,
+        attention=model.attn_implementation,
+        rollout_engine=rollout.name,
+        rollout_dtype=rollout_dtype,
+        strict_engine=rollout.strict,
+    )
+    if choice.rollout_dtype != choice.dtype:
+        notice(
+            f"The rollout works on the training weights, so it computes in {choice.dtype}; "
+            f"the rollout dtype {choice.rollout_dtype} is not used."
+        )
+    if config.trainer.n_gpus_per_node * config.trainer.nnodes > 1:
+        notice("This version trains in one process; trainer.n_gpus_per_node and trainer.nnodes above 1 are not used.")
+    return choice
+
+
+def cut_of(batching: MicroBatching) -> Cut:
+    """Micro-batches by rows where a number of rows was given, else by a token budget."""
+    return Cut(max_rows=batching.rows) if batching.by == "rows" else Cut(max_tokens=batching.tokens)
+
+
+def optimizer_of(optim: Optim, config: Config, *, total_steps: int, grad_clip: float) -> OptimizerSettings:
+    """Optimizer settings; warm-up steps from their ratio where no number was given."""
+    warmup = optim.lr_warmup_steps
+    if warmup < 0:
+        warmup = round(optim.lr_warmup_steps_ratio * total_steps)
+    return OptimizerSettings(
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        betas=tuple(optim.betas),
+        eps=optim.eps,
+        kind=optim.optimizer.lower(),
+        schedule=optim.lr_scheduler_type,
+        warmup_steps=warmup,
+        total_steps=total_steps,
+        min_lr_ratio=optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+        grad_clip=grad_clip,
+        max_nonfinite_steps=config.actor_rollout_ref.actor.max_nonfinite_steps,
+    )
+
+
+def model_of(model, choice: Choice) -> ModelSettings:
+    """Settings of one role's model. Packed sequences run on SDPA; another attention asked for gets padded batches."""
+    asked = model.attn_implementation
+    attention = "auto" if asked in (None, "auto") or choice.attention == "sdpa" else choice.attention
+    return ModelSettings(
+        path=model.path,
+        dtype=choice.dtype,
+        device=choice.device.kind,
+        attention=attention,
+        trust_remote_code=model.trust_remote_code,
+        override_config=dict(model.override_config),
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+    )
+
+
+def actor_settings(config: Config, choice: Choice, total_steps: int) -> ActorSettings:
+    """``config`` must be resolved."""
+    parts = config.actor_rollout_ref
+    actor, rollout = parts.actor, parts.rollout
+    return ActorSettings(
+        model=model_of(parts.model, choice),
+        optimizer=optimizer_of(actor.optim, config, total_steps=total_steps, grad_clip=actor.grad_clip),
+        rollout=RolloutSettings(
+            engine=choice.rollout_engine,
+            max_num_seqs=rollout.max_num_seqs,
+            response_width=config.data.max_response_length,
+            seed=rollout.seed,
+        ),
+        loss=actor,
+        temperature=rollout.temperature or 1.0,
+        tokenizer_path=parts.model.tokenizer_path,
+        chat_template=parts.model.custom_chat_template,
+        update_cut=cut_of(micro_batching(config, "actor")),
+        log_prob_cut=cut_of(micro_batching(config, "old_log_prob")),
+        use_rollout_log_probs=config.algorithm.rollout_correction.bypass_mode,
+    )
+
+
+def reference_settings(config: Config, choice: Choice) -> ReferenceSettings | None:
+    """None if no KL is asked for: then there is no reference model at all."""
+    if not needs_reference(config):
+        return None
+    parts = config.actor_rollout_ref
+    cut = cut_of(micro_batching(config, "ref"))
+    return ReferenceSettings(model_of(parts.model, choice), parts.rollout.temperature or 1.0, cut)
+
+
+def critic_settings(config: Config, choice: Choice, total_steps: int) -> CriticSettings | None:
+    """None if the estimator needs no values."""
+    if not needs_critic(config):
+        return None
+    critic = config.critic
+    return CriticSettings(
+        model=model_of(critic.model, choice),
+        optimizer=optimizer_of(critic.optim, config, total_steps=total_steps, grad_clip=critic.grad_clip),
+        cliprange_value=critic.cliprange_value,
+        loss_agg_mode=critic.loss_agg_mode,
+        loss_scale_factor=config.actor_rollout_ref.actor.loss_scale_factor,
+        update_cut=cut_of(micro_batching(config, "critic")),
+        forward_cut=cut_of(micro_batching(config, "critic_forward")),
+    )
+
+
+def train_sampling(config: Config) -> SamplingParams:
+    """How training responses are drawn."""
+    rollout = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def validation_sampling(config: Config) -> SamplingParams:
+    """How validation responses are drawn: greedy unless ``val_kwargs.do_sample``."""
+    rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    return SamplingParams(
+        max_tokens=config.data.max_response_length,
+        temperature=val.temperature if val.do_sample else 0.0,
+        top_k=val.top_k,
+        top_p=val.top_p,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        ignore_eos=rollout.ignore_eos,
+    )
+
+
+def old_log_probs_needed(config: Config) -> bool:
+    """Also where the off-policy metrics or importance weights are asked for: they compare before the update."""
+    correction = config.algorithm.rollout_correction
+    return needs_old_log_probs(config) or correction.rollout_is is not None

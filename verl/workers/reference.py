@@ -1,0 +1,27 @@
+"""The frozen reference policy on one rank."""
+
+from __future__ import annotations
+
+from verl.models.policy import load_policy, log_probs
+from verl.protocol import DataProto
+from verl.single_controller import Dispatch, Worker, register
+from verl.workers.forward import over_micro_batches
+from verl.workers.settings import ReferenceSettings
+
+
+class Reference(Worker):
+    """Log-probs under the weights that training started from."""
+
+    def __init__(self, settings: ReferenceSettings):
+        self.settings = settings
+        self.model = load_policy(settings.model, frozen=True)
+
+    @register(Dispatch.DP_COMPUTE_PROTO, mode="train")
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """``ref_log_prob`` (B, R) of the trained tokens."""
+        grids = over_micro_batches(
+            batch,
+            self.settings.cut,
+            lambda micro: {"ref_log_prob": log_probs(self.model, micro, temperature=self.settings.temperature)[0]},
+        )
+        return DataProto.from_dict(tensors=grids, non_tensors={"sample_id": batch.non_tensor_batch["sample_id"]})

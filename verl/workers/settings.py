@@ -1,0 +1,61 @@
+"""What each role is given: plain settings, read once out of the configuration by the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.models.settings import ModelSettings
+from verl.train_engine.torch_engine import OptimizerSettings
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How rows become micro-batches: by tokens, by rows, or both."""
+
+    max_tokens: int | None = None
+    max_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """The engine, and what a run fixes about sampling."""
+
+    engine: str = "hf"
+    max_num_seqs: int = 256
+    response_width: int = 512
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ActorSettings:
+    """``loss`` is the ``actor_rollout_ref.actor`` group, as the policy losses read it."""
+
+    model: ModelSettings
+    optimizer: OptimizerSettings
+    rollout: RolloutSettings
+    loss: Any
+    temperature: float = 1.0
+    tokenizer_path: str | None = None
+    chat_template: str | None = None
+    update_cut: Cut = field(default_factory=Cut)
+    log_prob_cut: Cut = field(default_factory=Cut)
+    use_rollout_log_probs: bool = False
+
+
+@dataclass(frozen=True)
+class ReferenceSettings:
+    model: ModelSettings
+    temperature: float = 1.0
+    cut: Cut = field(default_factory=Cut)
+
+
+@dataclass(frozen=True)
+class CriticSettings:
+    model: ModelSettings
+    optimizer: OptimizerSettings
+    cliprange_value: float = 0.5
+    loss_agg_mode: str = "token-mean"
+    loss_scale_factor: float | None = None
+    update_cut: Cut = field(default_factory=Cut)
+    forward_cut: Cut = field(default_factory=Cut)
