@@ -3,8 +3,7 @@
 #   make test         lint and tests
 #
 # PYTHON    the interpreter to build .venv with (3.10 to 3.13)
-# PIP_ARGS  more arguments for pip. On Linux the registry's torch brings several GB of CUDA; for a CPU-only machine:
-#           make quickstart PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# PIP_ARGS  more arguments for pip: an index of CPU-only torch, say, where the usual one brings several GB of CUDA
 # ARGS      arguments for the command, for example: make quickstart ARGS="--steps 20"
 
 PYTHON   ?= python3

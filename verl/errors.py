@@ -39,6 +39,10 @@ class DataflowError(VerlError, ValueError):
     """A dataflow graph is inconsistent, or a node broke its contract."""
 
 
+class CrashError(VerlError):
+    """Code raised something that is no message for people; ``__cause__`` is the original, with its traceback."""
+
+
 class RolloutError(VerlError, RuntimeError):
     """A rollout engine cannot do what was asked."""
 

@@ -45,13 +45,13 @@ def test_kernels(architectures, capability, fits):
 @pytest.mark.parametrize(
     ("capability", "driver", "part"),
     [
-        ((6, 1), (12, 4), "torch==2.6.0 --index-url https://download.pytorch.org/whl/cu118"),
-        ((6, 1), (11, 8), "whl/cu118"),
-        ((8, 0), (11, 4), "whl/cu118"),
-        ((7, 0), (13, 0), "whl/cu126"),
-        ((9, 0), (12, 2), "whl/cu126"),
-        ((10, 0), (12, 8), "whl/cu128"),
-        ((9, 0), (13, 0), "whl/cu130"),
+        ((6, 1), (12, 4), "torch==2.6.0 from PyTorch's wheel index cu118"),
+        ((6, 1), (11, 8), "index cu118"),
+        ((8, 0), (11, 4), "index cu118"),
+        ((7, 0), (13, 0), "index cu126"),
+        ((9, 0), (12, 2), "index cu126"),
+        ((10, 0), (12, 8), "index cu128"),
+        ((9, 0), (13, 0), "index cu130"),
     ],
 )
 def test_wheels(capability, driver, part):

@@ -39,7 +39,7 @@ def said():
         (T4, "2.13.0", {"triton", "flash_attn"}, ("float16", "float32", "sdpa", "native", True, True, True)),
         (P40, "2.6.0+cu118", {"triton", "flash_attn"}, ("float32", None, "sdpa", "native", False, True, False)),
         (AMX, "2.13.0", {"triton"}, ("bfloat16", "float32", "sdpa", "native", False, False, False)),
-        (AVX512, "2.13.0", set(), ("bfloat16", "float32", "sdpa", "native", False, False, False)),
+        (AVX512, "2.13.0", set(), ("float32", None, "sdpa", "native", False, False, False)),
         (OLD_CPU, "2.13.0", set(), ("float32", None, "sdpa", "native", False, False, False)),
         (APPLE, "2.13.0", set(), ("float32", None, "sdpa", "native", False, False, False)),
     ],

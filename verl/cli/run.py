@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from verl._version import __version__
 from verl.dependencies import missing_dependency
-from verl.errors import VerlError
+from verl.errors import CrashError, VerlError
 
 _TRACEBACK_VARIABLES = ("HYDRA_FULL_ERROR", "VERL_TRACEBACK")
 _OS_REMEDIES = {
@@ -56,6 +56,8 @@ def run_cli(command: Callable[[list[str]], int | None], argv: Sequence[str]) -> 
 
 def user_message(error: Exception) -> str | None:
     """What to tell the user about an error that they can put right; None if it is a bug of ours."""
+    if isinstance(error, CrashError):
+        return user_message(error.__cause__) if isinstance(error.__cause__, Exception) else None
     if isinstance(error, VerlError):
         return str(error)
     if isinstance(error, ImportError):

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from verl.dataflow.node import Node
 from verl.dataflow.rows import RowSet, some
-from verl.errors import DataflowError, VerlError
+from verl.errors import CrashError, DataflowError, VerlError
 
 if TYPE_CHECKING:
     from verl.dataflow.graph import Step
 
 
-class NodeError(DataflowError):
+class NodeError(DataflowError, CrashError):
     """A node raised something that is not a VerlError: a crash. ``__cause__`` is the original with its traceback."""
 
 

@@ -23,6 +23,7 @@ from verl.notices import notice
 
 GRACE_SECONDS = 30.0  # how long a failed step waits for calls that cannot be interrupted
 INTERRUPT_GRACE_SECONDS = 2.0  # the same after Ctrl-C
+CLOSE_SECONDS = 5.0  # how long closing waits for a thread that is still at work
 
 
 class Lanes:
@@ -30,19 +31,27 @@ class Lanes:
 
     def __init__(self) -> None:
         self._queues: dict[str, queue.SimpleQueue] = {}
+        self._threads: list[threading.Thread] = []
 
     def submit(self, name: str, work: Callable[[], None]) -> None:
         if name not in self._queues:
             self._queues[name] = queue.SimpleQueue()
             thread = threading.Thread(target=_serve, args=(self._queues[name],), name=f"dataflow-{name}", daemon=True)
             thread.start()
+            self._threads.append(thread)
         self._queues[name].put(work)
 
     def close(self) -> None:
-        """Let every thread end after the work it has; later work gets fresh ones."""
+        """Let every thread end after the work it has; later work gets fresh ones.
+
+        They are waited for: a thread that has run torch and is still there when the interpreter ends aborts it.
+        """
         for waiting in self._queues.values():
             waiting.put(None)
-        self._queues = {}
+        threads, self._threads, self._queues = self._threads, [], {}
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(CLOSE_SECONDS)
 
 
 def _serve(waiting: queue.SimpleQueue) -> None:

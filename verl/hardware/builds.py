@@ -6,7 +6,6 @@ import ctypes
 import re
 from dataclasses import dataclass
 
-WHEEL_INDEX = "https://download.pytorch.org/whl"
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute numbers of the CUDA driver API
 
 
@@ -91,7 +90,7 @@ def has_kernels(architectures: tuple[str, ...], capability: tuple[int, int]) -> 
 
 
 def right_wheel(capability: tuple[int, int], driver_cuda: tuple[int, int]) -> str | None:
-    """The command that installs a torch that fits chip and driver; None if there is no such torch.
+    """What to install so that torch fits chip and driver; None if there is no such torch.
 
     Pascal and Maxwell (capability 5.0 to 6.2) were last served by torch 2.6 for CUDA 11.8. A build for CUDA N.x runs on
     every driver that serves CUDA N.0 or newer.
@@ -99,12 +98,16 @@ def right_wheel(capability: tuple[int, int], driver_cuda: tuple[int, int]) -> st
     if capability < (5, 0) or driver_cuda < (11, 0):
         return None
     if capability < (7, 0) or driver_cuda < (12, 0):
-        return f"pip install torch==2.6.0 --index-url {WHEEL_INDEX}/cu118" if capability < (10, 0) else None
+        return _wheel("torch==2.6.0", "cu118") if capability < (10, 0) else None
     if capability < (7, 5):
-        return f"pip install torch --index-url {WHEEL_INDEX}/cu126"
+        return _wheel("torch", "cu126")
     if driver_cuda < (13, 0):
-        return f"pip install torch --index-url {WHEEL_INDEX}/{'cu128' if capability >= (10, 0) else 'cu126'}"
-    return f"pip install torch --index-url {WHEEL_INDEX}/cu130"
+        return _wheel("torch", "cu128" if capability >= (10, 0) else "cu126")
+    return _wheel("torch", "cu130")
+
+
+def _wheel(requirement: str, build: str) -> str:
+    return f"install {requirement} from PyTorch's wheel index {build} (pip's --index-url)"
 
 
 def build_problems(build: TorchBuild, driver: Driver | None) -> list[str]:

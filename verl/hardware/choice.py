@@ -5,7 +5,7 @@
 | CUDA 8.0 and newer | bfloat16, float32 masters | varlen flash, flash-attn, else SDPA | yes | yes |
 | CUDA 7.x | float16 with loss scaling, else float32 | SDPA | yes | yes |
 | CUDA below 7 (Tesla P40) | float32 | SDPA | no | yes |
-| CPU with AMX or AVX512-bf16 | bfloat16, float32 masters | SDPA | no | no |
+| CPU with AMX | bfloat16, float32 masters | SDPA | no | no |
 | other CPU, MPS | float32 | SDPA | no | no |
 """
 
@@ -144,9 +144,10 @@ def _choose_dtype(device: Device, catalogue: Catalogue) -> tuple[str, str]:
         if device.capability >= (7, 0) and catalogue.loss_scaling:
             return "float16", "compute capability 7.x has no bfloat16 but fast float16; losses are scaled"
         return "float32", "below compute capability 8.0 there is no bfloat16, and float32 is exact enough without care"
+    if device.kind == "cpu" and device.has_fast_bfloat16_cpu:
+        return "bfloat16", "this CPU multiplies bfloat16 in AMX tiles"
     if device.kind == "cpu" and device.has_bfloat16_cpu:
-        flags = ", ".join(sorted(device.cpu_flags & {"amx_bf16", "avx512_bf16"}))
-        return "bfloat16", f"this CPU multiplies bfloat16 in hardware ({flags})"
+        return "float32", "this CPU has AVX512-bf16 without AMX, whose bfloat16 products are slower than float32"
     if device.kind == "cpu":
         return "float32", "this CPU has no bfloat16 instructions (AMX or AVX512-bf16)"
     return "float32", "the dtype that every Apple GPU and torch version computes reliably"

@@ -57,6 +57,11 @@ class Device:
         return f"the {'Apple GPU' if self.kind == 'mps' else 'CPU'} '{self.name}'"
 
     @property
+    def has_fast_bfloat16_cpu(self) -> bool:
+        """AMX tiles. AVX512-bf16 alone computes in bfloat16, but no faster than float32."""
+        return "amx_bf16" in self.cpu_flags
+
+    @property
     def has_bfloat16_cpu(self) -> bool:
         return bool(self.cpu_flags & BFLOAT16_CPU_FLAGS)
 

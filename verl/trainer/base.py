@@ -96,6 +96,17 @@ class Trainer:
                     callback(self, self.metrics)
         return self.metrics
 
+    def fit_with_scores(self) -> tuple[float | None, float | None]:
+        """:meth:`fit`, and the headline validation score before and after it (None where there is no validation)."""
+        scores: list[float | None] = []
+        self.evaluation.on_score = scores.append
+        self.fit()
+        return (scores[0], scores[-1]) if scores else (None, None)
+
+    def describe(self) -> dict[str, Any]:
+        """The model, its size, dtype and device, and the engine that generates."""
+        return self.roles.actor.describe()
+
     def _batches(self) -> Iterator[tuple[int, DataProto]]:
         """(global step, prompts) of every step that is left."""
         if self.config.trainer.val_only:
@@ -139,8 +150,7 @@ class Trainer:
         if event == "start":
             self.tracker.phase_started(phase)
         elif event == "rows" and phase == "gen":
-            expected = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
-            self.tracker.progress(phase, info["rows"], expected)
+            self.tracker.progress(phase, info["done"], info["total"])
         elif event == "end":
             self.tracker.phase_finished(phase, info["seconds"], info["rows"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +30,7 @@ class Evaluation:
     def __init__(self, config: Config, roles: Roles, tokenizer: PreTrainedTokenizerBase, dataset: RowSource | None):
         self.config, self.tokenizer, self.dataset = config, tokenizer, dataset
         self.score: float | None = None
+        self.on_score: Callable[[float | None], object] | None = None
         self.flows: dict[str, Dataflow] = {}
         if dataset is not None:
             self.flows["validate"] = validation_flow(roles, config, columns_of(dataset))
@@ -79,6 +81,8 @@ class Evaluation:
                 f"trainer.best_metric={name} is not among the validation metrics; there are {', '.join(metrics)}"
             )
         self.score = metrics[name] if name is not None else headline(metrics)
+        if self.on_score is not None:
+            self.on_score(self.score)
 
     def preview(self, flows: FlowSet, step: int) -> list[dict[str, Any]]:
         """Answers to the user's own prompts (``trainer.sample_prompts``)."""
