@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 from verl._version import __version__
 
 if TYPE_CHECKING:
+    from verl.config import load_config
     from verl.protocol import DataProto
+    from verl.trainer.base import Trainer
 
 _LAZY = {
     "DataProto": "verl.protocol",
+    "Trainer": "verl.trainer.base",
+    "load_config": "verl.config",
 }
 """Public name → module that defines it."""
 
-__all__ = ["DataProto", "__version__"]
+__all__ = ["DataProto", "Trainer", "__version__", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,6 +25,7 @@ from verl.config import (
 )
 from verl.config import names as config_names
 from verl.config.reference import render
+from verl.config.suggest import near_path
 from verl.errors import ConfigError
 
 AR = "actor_rollout_ref"
@@ -92,14 +93,13 @@ def test_required_keys():
         ("trainer.keep_best=true", "trainer.test_freq"),
         ("trainer.sample_freq=2", "trainer.sample_prompts"),
         ("data.custom_cls.path=x.py", "both path"),
-        ("reward.reward_model.enable=true", "needs reward.reward_model.model_path"),
         (f"{AR}.actor.optim.lr_warmup_steps=3 {AR}.actor.optim.lr_warmup_steps_ratio=0.1", "not both"),
         ("algorithm.rollout_correction.rollout_rs=token_k9", "does not exist"),
         ("algorithm.rollout_correction.rollout_rs=token_k1", "one bound"),
         ("algorithm.rollout_correction.rollout_rs_threshold=2", "without"),
         (
-            f"algorithm.rollout_correction.rollout_is=token {AR}.rollout.calculate_log_probs=false",
-            "calculate_log_probs=false",
+            f"preset=dapo {AR}.rollout.n=4 algorithm.filter_groups.carry=true",
+            "rollout_correction.bypass_mode=true or algorithm.rollout_correction.rollout_is",
         ),
         ("algorithm.rollout_correction.loss_type=reinforce", "bypass_mode=true"),
         (f"{AR}.rollout.strict=true", "auto has nothing to insist on"),
@@ -133,6 +133,22 @@ def test_rules_that_are_right():
         and load_config([f"{AR}.rollout.top_k=0"]).actor_rollout_ref.rollout.top_k == -1
     )
     assert check("preset=dapo") == []
+
+
+@pytest.mark.parametrize("correction", ["bypass_mode=true", "rollout_is=token"])
+def test_groups_may_be_carried_where_their_age_is_corrected(correction):
+    assert not Config().algorithm.filter_groups.carry
+    carry = ["preset=dapo", "algorithm.filter_groups.carry=true", f"algorithm.rollout_correction.{correction}"]
+    assert check(*carry) == []
+
+
+def test_validation_rows_may_come_from_python():
+    wanted = ["trainer.val_only=true", "trainer.keep_best=true", "trainer.test_freq=1"]
+    assert len(check(*wanted)) == 2
+    assert check(*wanted, has_validation=True) == []
+    assert not any("trainer.test_freq" in text for text in notices.seen())
+    assert check("trainer.test_freq=1", has_validation=False) == []
+    assert any("trainer.test_freq" in text for text in notices.seen())
 
 
 def test_values_put_in_by_python_are_checked_too():
@@ -176,6 +192,18 @@ def test_missing_files_name_what_is_near(tmp_path, monkeypatch):
     assert "did you mean score.py" in reward
 
 
+def test_near_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/Tiny-1B-Instruct").mkdir(parents=True)
+    (tmp_path / "models/Tiny-1B.txt").write_text("")
+    assert near_path("/nowhere/models/org/Tiny-1B-Instruct") == Path("models/Tiny-1B-Instruct")  # the same tail
+    assert near_path("/nowhere/Tiny-1B-Instruc", folders=True) == Path("models/Tiny-1B-Instruct")
+    assert near_path("models/Tiny-1B") == Path("models/Tiny-1B.txt")
+    assert near_path("models/Tiny-1B", folders=True) == Path("models/Tiny-1B-Instruct")
+    assert near_path(tmp_path / "models/Tiny-1B-Instruct", folders=True) is None  # never itself
+    assert near_path("/nowhere/at/all/zzzz") is None
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -186,7 +214,6 @@ def test_missing_files_name_what_is_near(tmp_path, monkeypatch):
         ("data.gen_batch_size=8", "filter_groups"),
         ("algorithm.kl_ctrl.type=adaptive", "which is off"),
         ("preset=grpo trainer.critic_warmup=3", "without a value model"),
-        ("trainer.n_gpus_per_node=8", "8 devices"),
         ("trainer.test_freq=2", "without data.val_files"),
         (f"{AR}.actor.use_dynamic_bsz=true {AR}.actor.ppo_micro_batch_size_per_gpu=2", "is not used"),
     ],

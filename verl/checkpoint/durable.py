@@ -33,8 +33,8 @@ def flush_path(path: Path) -> None:
         if not is_folder or error.errno not in _UNSUPPORTED:
             raise
         notice(
-            f"The file system of {path} cannot flush folders: after a power cut the newest checkpoint may be incomplete "
-            "(then the one before it is used).",
+            f"The file system of {path} cannot flush folders: after a power cut the newest checkpoint may be "
+            "incomplete (then the one before it is used).",
             key="flush_folder",
         )
     finally:
@@ -106,7 +106,11 @@ def human(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-_NO_ROOM = {errno.ENOSPC: "is full", errno.EDQUOT: "has used up its quota", errno.EFBIG: "has a limit of file size"}
+_NO_ROOM = {
+    errno.ENOSPC: "is full",
+    errno.EDQUOT: "has used up its quota",
+    errno.EFBIG: "has a limit of file size (ulimit -f)",
+}
 
 
 def no_room(error: BaseException, free_bytes: int) -> str | None:

@@ -7,6 +7,7 @@ tracker that names a complete one; what it left half done is cleared away at the
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -70,9 +71,10 @@ class CheckpointStore:
                 self._write_and_publish(step, write, score)
                 self._after_save(step)
         except OSError as error:
+            remedy = "; set trainer.default_local_dir to a folder where you may write" if _refused(error) else ""
             raise CheckpointError(
-                f"The checkpoint of step {step} cannot be written to {self.directory} ({_reason(error)}); set "
-                "trainer.default_local_dir to a folder where you may write. Older checkpoints are untouched."
+                f"The checkpoint of step {step} cannot be written to {self.directory} ({_reason(error)}){remedy}. "
+                "Older checkpoints are untouched."
             ) from error
         return self.directory / step_name(step)
 
@@ -126,9 +128,9 @@ class CheckpointStore:
         else:
             needed = f"more than {human(written)}"
         return (
-            f"The disk of {self.directory} {what}: the checkpoint of step {step} needs {needed}, and {human(free + written)} "
-            "were free. Older checkpoints are untouched; make room, or set trainer.default_local_dir to a larger disk or "
-            "trainer.max_actor_ckpt_to_keep to keep fewer."
+            f"The disk of {self.directory} {what}: the checkpoint of step {step} needs {needed}, and "
+            f"{human(free + written)} were free. Older checkpoints are untouched; make room, or set "
+            "trainer.default_local_dir to a larger disk or trainer.max_actor_ckpt_to_keep to keep fewer."
         )
 
     # ---- finding -------------------------------------------------------------------------------------------------
@@ -272,6 +274,10 @@ def _read_tracker(path: Path) -> int:
     if not is_step_name(f"global_step_{text}"):
         raise CheckpointError(f"{path} does not hold a step number but {text[:40]!r}")
     return int(text)
+
+
+def _refused(error: OSError) -> bool:
+    return isinstance(error, (PermissionError, FileExistsError, NotADirectoryError)) or error.errno == errno.EROFS
 
 
 def _reason(error: OSError) -> str:

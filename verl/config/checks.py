@@ -20,7 +20,12 @@ _CUSTOM = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_
 
 
 def validate(
-    config: Config, *, need_data: bool = True, need_model: bool = True, custom_names: Collection[str] = ()
+    config: Config,
+    *,
+    need_data: bool = True,
+    need_model: bool = True,
+    custom_names: Collection[str] = (),
+    has_validation: bool | None = None,
 ) -> None:
     """Raise if the configuration cannot work; tell the user what is odd but allowed.
 
@@ -28,17 +33,20 @@ def validate(
         need_data: ``data.train_files`` must be set (False: the caller brings the data).
         need_model: ``actor_rollout_ref.model.path`` must be set (False: the caller brings the model).
         custom_names: estimators and losses registered besides the built-in ones.
+        has_validation: there are validation rows; None: if ``data.val_files`` names some.
 
     Raises:
         ConfigError: with ALL problems: types, names, bounds, contradictions, missing files.
     """
+    if has_validation is None:
+        has_validation = bool(config.data.val_files)
     problems = list(_each_option(config, custom_names))
     if not problems:  # the rules below compare numbers, so types and names come first ...
-        problems += contradictions(resolve(config))
+        problems += contradictions(resolve(config), has_validation=has_validation)
     problems += missing_files(config, need_data=need_data, need_model=need_model)
     if problems:
         raise ConfigError(problems)
-    for text in advice(config):
+    for text in advice(config, has_validation=has_validation):
         notice(text)
 
 

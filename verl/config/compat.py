@@ -21,9 +21,6 @@ _AR = "actor_rollout_ref"
 MOVED_GROUPS: dict[str, str] = {
     "actor_rollout": _AR,
     "custom_reward_function": "reward.custom_reward_function",
-    "critic.fsdp": "critic.fsdp_config",
-    "critic.model.fsdp_config": "critic.fsdp_config",
-    "reward_model.model": "reward.reward_model",
     "reward_model.overlong_buffer": "reward.overlong_buffer",
     "reward_model.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
     "reward.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
@@ -52,22 +49,13 @@ RENAMES: dict[str, str] = {
     f"{_AR}.rollout.log_prob_micro_batch_size": f"{_AR}.rollout.log_prob_micro_batch_size_per_gpu",
     f"{_AR}.rollout.prompt_length": "data.max_prompt_length",
     f"{_AR}.rollout.response_length": "data.max_response_length",
-    "critic.torch_dtype": "critic.model.dtype",
     "critic.model_name": "critic.model.path",
-    "critic.model.torch_dtype": "critic.model.dtype",
-    "critic.model.override_config.torch_dtype": "critic.model.dtype",
     "critic.model.override_config.attn_implementation": "critic.model.attn_implementation",
-    "critic.fsdp_config.dtype": "critic.model.dtype",
     "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
     "critic.forward_micro_batch_size": "critic.forward_micro_batch_size_per_gpu",
     "critic.optim.clip_grad": "critic.grad_clip",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
-    "reward_model.enable": "reward.reward_model.enable",
-    "reward.reward_model.path": "reward.reward_model.model_path",
-    "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.num_workers": "reward.num_workers",
-    "reward_model.micro_batch_size_per_gpu": "reward.reward_model.micro_batch_size_per_gpu",
-    "reward_model.micro_batch_size": "reward.reward_model.micro_batch_size_per_gpu",
 }
 """Old key → new key, same value. A new key may itself be old: the tables are followed to the end."""
 
@@ -132,17 +120,10 @@ def _kl_penalty(value: Any) -> dict[str, Any] | None:
     return {"algorithm.kl_ctrl.kl_coef": number}  # a negative coefficient is reported by its bound
 
 
-def _offload(*keys: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: {} if _flag(value) is False else dict.fromkeys(keys, _flag(value) or value)
-
-
 def _use_vllm(value: Any) -> dict[str, Any]:
     flag = _flag(value)
     return {f"{_AR}.rollout.name": value if flag is None else "vllm" if flag else "native"}
 
-
-_PARAM = (f"{_AR}.actor.fsdp_config.param_offload", f"{_AR}.ref.fsdp_config.param_offload")
-_OPTIM = (f"{_AR}.actor.fsdp_config.optimizer_offload",)
 
 SPREADS: dict[str, Spread] = {
     "trainer.micro_batch_size": Spread(
@@ -151,19 +132,6 @@ SPREADS: dict[str, Spread] = {
     "trainer.use_vllm": Spread(_use_vllm, "true is vllm, false is native"),
     "algorithm.kl_penalty": Spread(
         _kl_penalty, "a number is the coefficient of the KL in the reward, 0 means no KL and no reference model"
-    ),
-    f"{_AR}.fsdp_config.cpu_offload": Spread(
-        _offload(*_PARAM, *_OPTIM), "weights and optimizer of the actor, weights of the reference"
-    ),
-    f"{_AR}.fsdp_config.offload_params": Spread(_offload(*_PARAM), "weights of the actor and of the reference"),
-    f"{_AR}.fsdp_config.param_offload": Spread(_offload(*_PARAM), "weights of the actor and of the reference"),
-    f"{_AR}.fsdp_config.optimizer_offload": Spread(_offload(*_OPTIM), "optimizer of the actor"),
-    f"{_AR}.actor.fsdp_config.offload_policy": Spread(
-        _offload(_PARAM[0], *_OPTIM), "weights and optimizer of the actor"
-    ),
-    "critic.fsdp_config.offload_policy": Spread(
-        _offload("critic.fsdp_config.param_offload", "critic.fsdp_config.optimizer_offload"),
-        "weights and optimizer of the critic",
     ),
 }
 

@@ -40,16 +40,21 @@ _RAY = "no Ray cluster is used on one device"
 _AGENT = "multi-turn rollouts with tools are not part of this version"
 _KERNELS = "kernels are chosen by the hardware"
 _SHARDING = "there is nothing to shard on one device"
-_REWARD_MODEL = "the reward model runs beside the policy"
+_REWARD_MODEL = "reward models come with a later version; score with reward.custom_reward_function.path"
 _REWARD_MODEL_KEYS = (
     "rollout enable_resource_pool n_gpus_per_node nnodes use_dynamic_bsz max_length forward_max_token_len_per_gpu "
-    "ulysses_sequence_parallel_size"
+    "ulysses_sequence_parallel_size micro_batch_size micro_batch_size_per_gpu model trust_remote_code"
 )
+_ONE_RUNNER = "one reward runner does what each manager does"
+_MANAGERS = ("naive", "dapo", "batch", "prime")
+_ONE_ENGINE = "one process trains with plain PyTorch"
+_NO_OFFLOAD = "one process keeps everything on its device"
+_CRITIC_DTYPE = "the critic computes in actor_rollout_ref.model.dtype"
 _SERVER = "a tuning knob of a serving engine, with no counterpart in the engines here"
 
 _PARALLEL = Inert(_ONE_DEVICE)
 _ROLE_KEYS: dict[str, Inert] = {
-    "strategy": Inert("all roles use the engine of actor_rollout_ref.actor.strategy"),
+    "strategy": Inert(_ONE_ENGINE),
     "ulysses_sequence_parallel_size": _PARALLEL,
     "use_torch_compile": Inert(_KERNELS),
     "use_remove_padding": Inert(_PACKED),
@@ -66,6 +71,7 @@ _ROLE_KEYS: dict[str, Inert] = {
     "load_weight": Inert("weights are always loaded"),
 }
 _FSDP_KEYS: dict[str, Inert] = {
+    **{name: Inert(_NO_OFFLOAD) for name in ("param_offload", "optimizer_offload", "offload_policy")},
     **{name: Inert(_SHARDING) for name in ("fsdp_size", "reshard_after_forward", "forward_prefetch", "wrap_policy")},
     **{name: Inert(_SHARDING) for name in ("use_orig_params", "param_offload_policy", "strategy", "grad_offload")},
     "ulysses_sequence_parallel_size": _PARALLEL,
@@ -126,21 +132,25 @@ INERT: dict[str, Inert] = {
     "data.sampler": Inert("rows come from the resumable sampler; use data.custom_cls", lambda value: not value),
     "data.datagen": Inert("give the rows with data.custom_cls", lambda value: not value),
     "data.need_tools_kwargs": Inert(_AGENT, _OFF),
+    "data.trust_remote_code": Inert("the tokenizer loads as actor_rollout_ref.model.trust_remote_code says"),
     # Policy, reference, rollout
     f"{_AR}.hybrid_engine": Inert("one set of weights always serves training and rollout", (True,)),
     f"{_AR}.nccl_timeout": Inert(_ONE_DEVICE),
+    f"{_AR}.fsdp_config": Inert(_NO_OFFLOAD),
     **_under(f"{_AR}.model", _MODEL_KEYS),
     **{key: value for key, value in _under(f"{_AR}.actor", _ROLE_KEYS).items() if not key.endswith(".strategy")},
+    f"{_AR}.actor.strategy": Inert(_ONE_ENGINE, ("auto", "torch", "dp", "fsdp", "fsdp2")),
     f"{_AR}.actor.freeze_vision_tower": Inert(_TEXT),
     f"{_AR}.actor.use_rollout_log_probs": Inert("set algorithm.rollout_correction.bypass_mode", _OFF),
     f"{_AR}.actor.calculate_sum_pi_squared": Inert("it serves estimators that are not part of this version", _OFF),
+    f"{_AR}.actor.fsdp_config": Inert(_SHARDING),
     **_under(f"{_AR}.actor.fsdp_config", _FSDP_KEYS),
     **_under(f"{_AR}.actor.optim", _OPTIM_KEYS),
     **_under(f"{_AR}.ref", _ROLE_KEYS),
+    f"{_AR}.ref.fsdp_config": Inert(_SHARDING),
     **_under(f"{_AR}.ref.fsdp_config", _FSDP_KEYS),
     f"{_AR}.ref.fsdp_config.dtype": Inert("the reference computes in actor_rollout_ref.model.dtype"),
-    f"{_AR}.ref.fsdp_config.optimizer_offload": Inert("the reference has no optimizer"),
-    f"{_AR}.ref.fsdp_config.offload_policy": Inert("set ref.fsdp_config.param_offload"),
+    f"{_AR}.rollout.calculate_log_probs": Inert("the log-prob of every sampled token is always recorded"),
     f"{_AR}.rollout.mode": Inert("there is one rollout interface: submit, poll, abort"),
     f"{_AR}.rollout.logprobs_mode": Inert("log-probs are those of the temperature distribution"),
     f"{_AR}.rollout.full_determinism": Inert("it is trainer.full_determinism"),
@@ -174,17 +184,25 @@ INERT: dict[str, Inert] = {
     **_under(f"{_AR}.rollout", {name: _ROLE_KEYS[name] for name in ("profiler", "nccl_timeout")}),
     # Critic
     **_under("critic", _ROLE_KEYS),
-    **_under("critic.model", {name: inert for name, inert in _MODEL_KEYS.items() if name != "fsdp_config"}),
+    **_under("critic.model", _MODEL_KEYS),
+    **_all(_CRITIC_DTYPE, "critic", "torch_dtype model.dtype model.torch_dtype model.override_config.torch_dtype"),
+    "critic.model.custom_cls": Inert("a value model class of your own is not part of this version", lambda v: not v),
     "critic.model.tokenizer_path": Inert("the critic reads the policy's token ids"),
+    "critic.fsdp": Inert(_SHARDING),
+    "critic.fsdp_config": Inert(_SHARDING),
     **_under("critic.fsdp_config", _FSDP_KEYS),
+    "critic.fsdp_config.dtype": Inert(_CRITIC_DTYPE),
     **_under("critic.optim", _OPTIM_KEYS),
     "critic.data_loader_seed": Inert("it is actor_rollout_ref.actor.data_loader_seed"),
     # Reward
     **_all("rewards always start as rows finish", "reward_model", "launch_reward_fn_async use_reward_loop"),
-    "reward_model.strategy": Inert("all roles use the engine of actor_rollout_ref.actor.strategy"),
+    "reward_model.strategy": Inert(_ONE_ENGINE),
+    "reward_model.reward_manager": Inert(_ONE_RUNNER, _MANAGERS),
     "reward_model.reward_kwargs.max_resp_len": Inert("it is data.max_response_length"),
     "reward.reward_kwargs.max_resp_len": Inert("it is data.max_response_length"),
     "reward.overlong_buffer.log": Inert("the penalty is always a metric"),
+    "reward.reward_manager": Inert(_ONE_RUNNER, lambda value: not value),
+    "reward.reward_manager.name": Inert(_ONE_RUNNER, _MANAGERS),
     "reward.reward_manager.source": Inert("name the function with reward.custom_reward_function.path", ("register",)),
     "reward.reward_manager.module": Inert("name the function with reward.custom_reward_function.path", _OFF),
     "reward.reward_manager.module.path": Inert("name the function with reward.custom_reward_function.path", _OFF),
@@ -195,8 +213,9 @@ INERT: dict[str, Inert] = {
     "sandbox_fusion": Inert("no code sandbox is built in; call yours from a reward function", _OFF),
     "sandbox_fusion.max_concurrent": Inert("no code sandbox is built in"),
     "sandbox_fusion.memory_limit_mb": Inert("no code sandbox is built in"),
-    **_all(_REWARD_MODEL, "reward.reward_model", f"{_REWARD_MODEL_KEYS} input_tokenizer"),
-    **_under("reward.reward_model", {"fsdp_config": Inert(_SHARDING), "use_remove_padding": Inert(_PACKED)}),
+    "reward.reward_model": Inert(_REWARD_MODEL),
+    "reward.reward_model.enable": Inert(_REWARD_MODEL, _OFF),
+    "reward_model.enable": Inert(_REWARD_MODEL, _OFF),
     **_all(_REWARD_MODEL, "reward_model", f"{_REWARD_MODEL_KEYS} profiler"),
     # Algorithm
     "algorithm.use_pf_ppo": Inert("preference-feedback re-weighting is not part of this version", _OFF),
@@ -215,7 +234,7 @@ INERT: dict[str, Inert] = {
     "trainer.profile_steps": Inert("use an external profiler; phase times are always recorded"),
     "trainer.npu_profile": Inert("use an external profiler; phase times are always recorded"),
     # Whole groups
-    "model_engine": Inert("the training engine is actor_rollout_ref.actor.strategy", ("dp", "fsdp", "fsdp2", "torch")),
+    "model_engine": Inert(_ONE_ENGINE, ("dp", "fsdp", "fsdp2", "torch")),
     "hydra": Inert("the run folder is trainer.default_local_dir"),
     "defaults": Inert("the defaults are built in, and this file lies above them"),
     "ray_kwargs": Inert(_RAY),

@@ -78,7 +78,7 @@ def _fill_critic(critic: Critic, actor: Actor, config: Config) -> None:
     if model.path is None:
         model.path = policy.path
         model.override_config = {**policy.override_config, **model.override_config}
-    for name in ("trust_remote_code", "enable_gradient_checkpointing", "external_lib", "attn_implementation", "dtype"):
+    for name in ("trust_remote_code", "enable_gradient_checkpointing", "external_lib", "attn_implementation"):
         if getattr(model, name) is None:
             setattr(model, name, getattr(policy, name))
 

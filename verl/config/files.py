@@ -32,13 +32,11 @@ def missing_files(config: Config, *, need_data: bool, need_model: bool) -> Itera
     ]
     models += [("data.tokenizer", data.tokenizer)]
     models += [("critic.model.path", config.critic.model.path)] if needs_critic(config) else []
-    models += [("reward.reward_model.model_path", reward.reward_model.model_path)] if reward.reward_model.enable else []
     for key, path in models:
         if path is not None and _is_local(path, data=False) and not Path(path).exists():
             yield _missing(key, path, "no such folder")
     for key, path in (
         ("data.custom_cls.path", data.custom_cls.path),
-        ("critic.model.custom_cls.path", config.critic.model.custom_cls.path),
         ("reward.custom_reward_function.path", reward.custom_reward_function.path),
         ("algorithm.custom_path", config.algorithm.custom_path),
         ("trainer.sample_prompts", trainer.sample_prompts if isinstance(trainer.sample_prompts, str) else None),

@@ -58,7 +58,6 @@ CORRECTION_LOSSES = ("ppo_clip", "reinforce")
 FILTER_METRICS = ("score", "acc", "seq_reward", "seq_final_reward")
 
 ROLLOUT_ENGINES = ("auto", "native", "hf", "vllm", "sglang")
-STRATEGIES = ("auto", "torch", "fsdp", "fsdp2")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # Written as one string, so that a search-and-replace of a quoted attention name over a clone leaves the list whole.
@@ -68,7 +67,6 @@ OPTIMIZERS = ("AdamW", "SGD")
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 TRUNCATIONS = ("error", "left", "right", "middle")
 LOGGERS = ("console", "jsonl", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml")
-REWARD_MANAGERS = ("naive", "dapo", "batch", "prime")
 
 
 def dtype_name(value: object) -> str:

@@ -47,7 +47,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         f"{_ACTOR}.loss_agg_mode": "token-mean",
         "algorithm.filter_groups.enable": True,
         "algorithm.filter_groups.max_num_gen_batches": 10,
-        "reward.reward_manager.name": "dapo",
         "reward.overlong_buffer.enable": True,
     },
     "gspo": _grpo_with_loss("gspo", clip_ratio_low=3e-4, clip_ratio_high=4e-4, loss_agg_mode="seq-mean-token-mean"),

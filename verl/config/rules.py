@@ -9,22 +9,22 @@ import os
 from collections.abc import Iterator
 
 from verl.config import names
-from verl.config.derived import max_sequence_length, needs_critic, needs_reference
+from verl.config.derived import max_sequence_length, needs_critic
 from verl.config.tree import Config
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def contradictions(config: Config) -> Iterator[str]:
-    """A sentence for each contradiction in a resolved configuration."""
+def contradictions(config: Config, *, has_validation: bool) -> Iterator[str]:
+    """A sentence for each contradiction in a resolved configuration; ``has_validation``: there are validation rows."""
     yield from _batches(config)
     yield from _losses(config)
     yield from _sampling(config)
     yield from _correction(config)
     yield from _optimizers(config)
     yield from _pairs(config)
-    yield from _run(config)
+    yield from _run(config, has_validation)
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -66,9 +66,12 @@ def _sampling(config: Config) -> Iterator[str]:
 
 def _correction(config: Config) -> Iterator[str]:
     key, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
-    wanted = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
-    if wanted and not config.actor_rollout_ref.rollout.calculate_log_probs:
-        yield f"{key} compares with the rollout's log-probs, which {_ROLLOUT}.calculate_log_probs=false does not record"
+    filters = config.algorithm.filter_groups
+    if filters.enable and filters.carry and not (correction.bypass_mode or correction.rollout_is):
+        yield (
+            f"algorithm.filter_groups.carry=true trains on rows that the weights of the step before sampled: set "
+            f"{key}.bypass_mode=true or {key}.rollout_is, or carry=false"
+        )
     if correction.loss_type == "reinforce" and not correction.bypass_mode:
         yield f"{key}.loss_type=reinforce needs {key}.bypass_mode=true"
     if correction.rollout_rs is None:
@@ -108,20 +111,15 @@ def _optimizers(config: Config) -> Iterator[str]:
 
 def _pairs(config: Config) -> Iterator[str]:
     """Keys that need each other."""
-    for key, custom in (
-        ("data.custom_cls", config.data.custom_cls),
-        ("critic.model.custom_cls", config.critic.model.custom_cls),
-    ):
-        if (custom.path is None) != (custom.name is None):
-            yield f"{key} needs both path (a Python file) and name (the class in it)"
+    custom = config.data.custom_cls
+    if (custom.path is None) != (custom.name is None):
+        yield "data.custom_cls needs both path (a Python file) and name (the class in it)"
     reward = config.reward
     if reward.reward_fn is not None and reward.custom_reward_function.path is not None:
         yield "reward.reward_fn and reward.custom_reward_function.path are both given: keep one"
-    if reward.reward_model.enable and reward.reward_model.model_path is None:
-        yield "reward.reward_model.enable=true needs reward.reward_model.model_path"
 
 
-def _run(config: Config) -> Iterator[str]:
+def _run(config: Config, has_validation: bool) -> Iterator[str]:
     trainer = config.trainer
     for name in ("save_freq", "test_freq", "sample_freq"):
         if getattr(trainer, name) == 0:
@@ -134,9 +132,9 @@ def _run(config: Config) -> Iterator[str]:
             yield f"trainer.resume_from_path={path} must name a global_step_N folder"
         elif not os.path.isdir(path):
             yield f"trainer.resume_from_path={path}: no such folder"
-    if trainer.val_only and not config.data.val_files:
+    if trainer.val_only and not has_validation:
         yield "trainer.val_only=true needs data.val_files"
-    if trainer.keep_best and (trainer.test_freq < 1 or not config.data.val_files):
+    if trainer.keep_best and (trainer.test_freq < 1 or not has_validation):
         yield "trainer.keep_best=true needs data.val_files and trainer.test_freq of at least 1"
     if trainer.sample_freq > 0 and not trainer.sample_prompts:
         yield "trainer.sample_freq needs trainer.sample_prompts, a list of prompts or a text file"
@@ -144,7 +142,7 @@ def _run(config: Config) -> Iterator[str]:
         yield f"{_ROLLOUT}.strict=true needs {_ROLLOUT}.name: auto has nothing to insist on"
 
 
-def advice(config: Config) -> Iterator[str]:
+def advice(config: Config, *, has_validation: bool) -> Iterator[str]:
     """A sentence for each thing that works and is probably not meant. Takes the configuration before ``resolve``."""
     algorithm, rollout, actor = config.algorithm, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     if algorithm.adv_estimator in names.GROUP_ESTIMATORS and rollout.n == 1:
@@ -167,18 +165,13 @@ def advice(config: Config) -> Iterator[str]:
         yield f"critic.enable=true trains a value model that adv_estimator={algorithm.adv_estimator} does not use"
     if actor.use_kl_loss and algorithm.use_kl_in_reward:
         yield "the KL against the reference is in the reward and in the loss: usually one is meant"
-    if config.given("actor_rollout_ref.ref.fsdp_config.param_offload") and not needs_reference(config):
-        yield "no KL is used, so no reference model is loaded"
-    yield from _run_advice(config)
+    yield from _run_advice(config, has_validation)
     yield from _micro_batch_advice(config)
 
 
-def _run_advice(config: Config) -> Iterator[str]:
+def _run_advice(config: Config, has_validation: bool) -> Iterator[str]:
     trainer = config.trainer
-    processes = trainer.nnodes * trainer.n_gpus_per_node
-    if processes > 1:
-        yield f"trainer.nnodes x trainer.n_gpus_per_node asks for {processes} devices; this version trains on one"
-    if trainer.test_freq > 0 and not config.data.val_files:
+    if trainer.test_freq > 0 and not has_validation:
         yield "trainer.test_freq has no effect without data.val_files"
     if trainer.resume_from_path is not None and trainer.resume_mode != "resume_path":
         yield "trainer.resume_from_path is read only with trainer.resume_mode=resume_path"

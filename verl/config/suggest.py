@@ -39,27 +39,40 @@ def _ratio(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, a, b, autojunk=False).ratio()
 
 
-def near_path(path: str | Path) -> Path | None:
-    """What exists and looks most like a ``path`` that does not, or None.
+def near_path(path: str | Path, *, folders: bool = False) -> Path | None:
+    """What exists and looks most like a ``path`` that does not (or that is not what it should be), or None.
 
-    First the same tail elsewhere: ``~/models/Qwen/X`` was asked for and ``./models/X`` is there. Then the most similar
-    name in the deepest folder that exists.
+    First the same tail elsewhere: ``~/models/Qwen/X`` was asked for and ``./models/X`` is there. Then a name that is
+    almost the same beside it, in ``./models`` or in ``./data``. Then the most similar name in the deepest folder that
+    exists.
+
+    Args:
+        folders: only folders are wanted.
     """
     wanted = Path(path).expanduser()
     for start in range(1, len(wanted.parts)):
         tail = Path(*wanted.parts[start:])
         for place in (tail, Path("models", tail.name), Path("data", tail.name)):
-            if place != wanted and place.exists():
-                return Path(".") / place
+            if (place.is_dir() if folders else place.exists()) and place.absolute() != wanted.absolute():
+                return place
+    for folder in (wanted.parent, Path("models"), Path("data")):
+        if (near := _alike(folder, wanted, wanted.name, folders, 0.8)) is not None:
+            return near
     folder, name = wanted.parent, wanted.name
     while not folder.is_dir() and folder != folder.parent:
         folder, name = folder.parent, folder.name
+    return _alike(folder, wanted, name, folders, 0.5)
+
+
+def _alike(folder: Path, wanted: Path, name: str, folders: bool, cutoff: float) -> Path | None:
+    """The entry of ``folder`` that is most like ``name``, or has its stem, and is not ``wanted`` itself."""
     if not folder.is_dir() or name in ("", "."):
         return None
     try:
-        entries = sorted(entry.name for entry in folder.iterdir())
+        there = [entry for entry in folder.iterdir() if entry.is_dir() or not folders]
     except PermissionError:
         return None
-    close = difflib.get_close_matches(name, entries, n=1, cutoff=0.5)
+    entries = sorted(entry.name for entry in there if entry.absolute() != wanted.absolute())
+    close = difflib.get_close_matches(name, entries, n=1, cutoff=cutoff)
     close = close or [entry for entry in entries if Path(entry).stem == Path(name).stem][:1]
     return folder / close[0] if close else None

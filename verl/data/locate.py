@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
+
+from verl.config.suggest import near_path
 
 # A folder or hub dataset without the first name may still have the next: many have no validation split.
 SPLIT_FALLBACKS: dict[str, tuple[str, ...]] = {
@@ -26,24 +27,6 @@ def looks_like_hub_name(source: str) -> bool:
 
 def missing_file_message(path: Path) -> str:
     """One sentence: what is missing, the nearest name that exists, and what else could have been given."""
-    near = nearest_existing(path)
+    near = near_path(path)
     hint = f"did you mean {near}?" if near else "give the path of a parquet, jsonl, json or Arrow dataset"
     return f"no such data file: {path}; {hint}"
-
-
-def nearest_existing(path: Path) -> Path | None:
-    """The same path under the working directory, else the most similar name in the deepest folder that exists."""
-    for start in range(1, len(path.parts)):
-        # ~/data/x/train.parquet was asked for, ./data/x/train.parquet is there.
-        candidate = Path(*path.parts[start:])
-        if candidate != path and candidate.exists():
-            return Path(".") / candidate
-    folder, wanted = path.parent, path.name
-    while not folder.is_dir() and folder != folder.parent:
-        folder, wanted = folder.parent, folder.name
-    if not folder.is_dir():
-        return None
-    names = sorted(entry.name for entry in folder.iterdir())
-    close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.6)
-    close = close or [name for name in names if Path(name).stem == Path(wanted).stem][:1]
-    return folder / close[0] if close else None

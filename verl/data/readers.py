@@ -15,7 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.data.locate import SPLIT_FALLBACKS, looks_like_hub_name, missing_file_message, nearest_existing
+from verl.config.suggest import near_path
+from verl.data.locate import SPLIT_FALLBACKS, looks_like_hub_name, missing_file_message
 from verl.data.rows import Part, Row, Rows
 from verl.errors import DataError, MissingDependencyError
 
@@ -210,7 +211,7 @@ def read_hub(name: str, split: str) -> Part:
         loaded = datasets.load_dataset(repository, configuration or None)
     # The package raises its own, OS, HTTP and value errors here; all mean that the user got no data.
     except Exception as error:
-        near = nearest_existing(Path(name))
+        near = near_path(name)
         hint = f" (did you mean {near}?)" if near else ""
         raise DataError(
             f"'{name}' is no file or folder here{hint} and could not be loaded from the hub ({_first_line(error)}). "

@@ -25,7 +25,14 @@ _TEMPLATE_MODES: dict[str | bool, TemplateMode] = {
 # Keys of verl's configuration that a script may still hand to a dataset; nothing here reads them.
 _PUBLIC_ELSEWHERE = frozenset(
     {"return_raw_chat", "return_raw_input_ids", "return_full_prompt", "dataloader_num_workers", "use_shm"}
-    | {"filter_overlong_prompts_workers", "image_key", "video_key", "audio_key", "tool_config_path"}
+    | {
+        "filter_overlong_prompts_workers",
+        "image_key",
+        "video_key",
+        "audio_key",
+        "tool_config_path",
+        "trust_remote_code",
+    }
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import threading
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from verl.config.suggest import near_path
 from verl.errors import ModelError
 from verl.notices import notice
 
@@ -39,15 +39,8 @@ def building_models() -> Iterator[None]:
 
 
 def _near_match(path: Path) -> str:
-    """A folder that exists and ends like ``path`` (``./models/X`` for ``$HOME/models/Qwen/X``), or a similar name."""
-    roots = [Path.cwd() / "models", path.parent.parent, path.parent, Path.cwd()]
-    for root in roots:
-        if root.is_dir():
-            candidates = {child.name: child for child in root.iterdir() if child.is_dir()}
-            names = difflib.get_close_matches(path.name, candidates, n=1, cutoff=0.8)
-            if names and candidates[names[0]].resolve() != path.resolve():
-                return f" Did you mean {candidates[names[0]]}?"
-    return ""
+    near = near_path(path, folders=True)
+    return f" Did you mean {near}?" if near else ""
 
 
 def resolve_model_path(path: str) -> str:

@@ -11,7 +11,6 @@ from verl.algorithms.registry import load_custom, registered_names
 from verl.config import Config, fit_batch_to_rows, resolve, validate
 from verl.data import PromptLoader, build_prompt_dataset, build_train_loader
 from verl.data.loader import RowSource
-from verl.errors import ConfigError
 from verl.hardware import Choice
 from verl.models.loading import load_tokenizer, resolve_model_path
 from verl.notices import notice
@@ -54,7 +53,12 @@ def prepare(config: Config, *, train_rows=None, validation_rows=None, check_name
     if config.algorithm.custom_path:
         load_custom(config.algorithm.custom_path)
         custom = tuple(name for names in registered_names() for name in names)
-    validate(config, need_data=train_rows is None, custom_names=custom)
+    validate(
+        config,
+        need_data=train_rows is None,
+        custom_names=custom,
+        has_validation=True if validation_rows is not None else None,
+    )
     config = resolve(config)
     _seed(config)
     choice = hardware_for(config)
@@ -68,10 +72,10 @@ def prepare(config: Config, *, train_rows=None, validation_rows=None, check_name
     options = {"seed": config.trainer.seed, "chat_template": model.custom_chat_template}
     train = build_prompt_dataset(config.data, tokenizer, "train", files=train_rows, **options)
     validation = None
-    if validation_rows is not None or config.data.val_files is not None:
+    if validation_rows is not None or config.data.val_files:
         validation = build_prompt_dataset(config.data, tokenizer, "validation", files=validation_rows, **options)
-    elif config.trainer.test_freq > 0 or config.trainer.val_only:
-        raise ConfigError("trainer.test_freq or trainer.val_only asks for validation, but data.val_files is not set.")
+    else:
+        config.trainer.test_freq = -1  # a notice of validate() has said that it has no effect
     config = resolve(fit_batch_to_rows(config, len(train)))
     steps = config.trainer.total_training_steps
     epochs = None if steps is not None else config.trainer.total_epochs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from verl.config import (
     Config,
     MicroBatching,
@@ -10,7 +12,7 @@ from verl.config import (
     needs_old_log_probs,
     needs_reference,
 )
-from verl.config.tree import Optim
+from verl.config.tree import Actor, Optim
 from verl.hardware import Choice, check_explicit, decide, environment_dtype
 from verl.models.settings import ModelSettings
 from verl.notices import notice
@@ -97,7 +99,7 @@ def actor_settings(config: Config, choice: Choice, total_steps: int) -> ActorSet
             response_width=config.data.max_response_length,
             seed=rollout.seed,
         ),
-        loss=actor,
+        loss=_loss_of(config),
         temperature=rollout.temperature or 1.0,
         tokenizer_path=parts.model.tokenizer_path,
         chat_template=parts.model.custom_chat_template,
@@ -105,6 +107,14 @@ def actor_settings(config: Config, choice: Choice, total_steps: int) -> ActorSet
         log_prob_cut=cut_of(micro_batching(config, "old_log_prob")),
         use_rollout_log_probs=config.algorithm.rollout_correction.bypass_mode,
     )
+
+
+def _loss_of(config: Config) -> Actor:
+    """The ``actor`` group; in bypass mode with ``loss_type=reinforce`` its loss is the plain policy gradient."""
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    if correction.bypass_mode and correction.loss_type == "reinforce":
+        return replace(actor, policy_loss=replace(actor.policy_loss, loss_mode="gpg"))
+    return actor
 
 
 def reference_settings(config: Config, choice: Choice) -> ReferenceSettings | None:

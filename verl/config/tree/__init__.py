@@ -7,7 +7,6 @@ from verl.config.tree.actor_rollout import (
     Actor,
     ActorRolloutRef,
     Model,
-    Offload,
     Optim,
     PolicyLoss,
     Ref,
@@ -17,7 +16,7 @@ from verl.config.tree.actor_rollout import (
 from verl.config.tree.algorithm import Algorithm, FilterGroups, KLControl, RolloutCorrection
 from verl.config.tree.critic import Critic, CriticModel, CriticOptim
 from verl.config.tree.data import CustomClass, Data
-from verl.config.tree.reward import CustomRewardFunction, OverlongBuffer, Reward, RewardManager, RewardModel
+from verl.config.tree.reward import CustomRewardFunction, OverlongBuffer, Reward
 from verl.config.tree.root import Config
 from verl.config.tree.trainer import Trainer
 
@@ -43,14 +42,11 @@ __all__ = [
     "FilterGroups",
     "KLControl",
     "Model",
-    "Offload",
     "Optim",
     "OverlongBuffer",
     "PolicyLoss",
     "Ref",
     "Reward",
-    "RewardManager",
-    "RewardModel",
     "Rollout",
     "RolloutCorrection",
     "Trainer",

@@ -59,21 +59,6 @@ class Optim:
 
 
 @dataclass(slots=True)
-class Offload:
-    """What moves to host memory between uses."""
-
-    param_offload: bool = option(False, "Keep the weights in host memory while they are not used.")
-    optimizer_offload: bool = option(False, "Keep master weights and moments in host memory.")
-
-
-@dataclass(slots=True)
-class RefOffload:
-    """What moves to host memory between uses."""
-
-    param_offload: bool = option(False, "Keep the reference weights in host memory while they are not used.")
-
-
-@dataclass(slots=True)
 class PolicyLoss:
     """Which surrogate is minimised, and the constants of the covariance ones."""
 
@@ -89,9 +74,6 @@ class PolicyLoss:
 class Actor:
     """The update of the policy."""
 
-    strategy: str = option(
-        "auto", "Training engine; `auto`: by the number of devices.", choices=names.STRATEGIES, verl="fsdp"
-    )
     ppo_mini_batch_size: int | None = option(
         None, "Prompts an optimizer step; `null`: `data.train_batch_size`, one step a rollout.", low=1, verl=256
     )
@@ -126,7 +108,6 @@ class Actor:
     )
     optim: Optim = group(Optim, "Optimizer of the policy.")
     policy_loss: PolicyLoss = group(PolicyLoss, "Policy loss.")
-    fsdp_config: Offload = group(Offload, "Host offload of the policy.")
 
 
 @dataclass(slots=True)
@@ -138,7 +119,6 @@ class Ref:
     )
     log_prob_use_dynamic_bsz: bool | None = option(None, "Cut by tokens; `null`: as the actor.")
     log_prob_max_token_len_per_gpu: int | None = option(None, "Most tokens a micro-batch; `null`: as the actor.", low=1)
-    fsdp_config: RefOffload = group(RefOffload, "Host offload of the reference.")
 
 
 @dataclass(slots=True)
@@ -186,7 +166,6 @@ class Rollout:
         verl="bfloat16",
     )
     seed: int | None = option(None, "Seed of sampling; `null`: `trainer.seed`.", low=0, verl=42)
-    calculate_log_probs: bool = option(True, "Record the log-prob of each sampled token.")
     log_prob_micro_batch_size_per_gpu: int | None = option(
         None, _MICRO.format(dynamic="`log_prob_use_dynamic_bsz`"), low=1
     )

@@ -26,7 +26,12 @@ class FilterGroups:
     enable: bool = option(False, "Drop such groups and draw more prompts until the batch is full.")
     metric: str | None = option(None, "What is compared; `null`: the score.", choices=names.FILTER_METRICS)
     max_num_gen_batches: int = option(0, "Most draws a step; 0: no limit.", low=0)
-    carry: bool = option(True, "Keep surplus groups for the next step; false: drop and count them.", verl="(false)")
+    carry: bool = option(
+        False,
+        "Keep surplus groups for the next step (then one step old, so this needs `rollout_correction`); "
+        "false: drop and count them.",
+        verl="(false)",
+    )
     on_limit: str = option(
         "error",
         "At the limit: stop (`error`), or train on the `smaller` batch with a notice.",

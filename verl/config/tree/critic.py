@@ -8,8 +8,7 @@ from typing import Any
 
 from verl.config import names
 from verl.config.fields import group, option
-from verl.config.tree.actor_rollout import Offload, Optim
-from verl.config.tree.data import CustomClass
+from verl.config.tree.actor_rollout import Optim
 
 
 @dataclass(slots=True)
@@ -26,10 +25,6 @@ class CriticModel:
     )
     external_lib: str | None = option(None, "Python module imported before the model is built; `null`: as the policy.")
     attn_implementation: str | None = option(None, "Attention; `null`: as the policy.", choices=names.ATTENTION)
-    dtype: str | None = option(
-        None, "Type the weights compute in; `null`: as the policy.", choices=names.DTYPES, normalise=names.dtype_name
-    )
-    custom_cls: CustomClass = group(CustomClass, "A user's value model: a class with `from_pretrained`.")
 
 
 @dataclass(slots=True)
@@ -64,4 +59,3 @@ class Critic:
     )
     model: CriticModel = group(CriticModel, "The value model.")
     optim: CriticOptim = group(CriticOptim, "Optimizer of the value model.")
-    fsdp_config: Offload = group(Offload, "Host offload of the value model.")

@@ -76,7 +76,6 @@ class Data:
         choices=("drop", "short"),
         verl="(drop)",
     )
-    trust_remote_code: bool = option(False, "Allow a tokenizer to run code from its repository.")
     apply_chat_template: str = option(
         "auto",
         "`true`: always template the prompt; `false`: use its text as it is; "

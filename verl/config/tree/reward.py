@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.config import names
 from verl.config.fields import group, option
 
 
@@ -19,30 +18,6 @@ class CustomRewardFunction:
     )
     name: str = option("compute_score", "Name of the function in that file.")
     reward_kwargs: dict[str, Any] = option({}, "Extra keyword arguments of every call.")
-
-
-@dataclass(slots=True)
-class RewardManager:
-    """Which manager calls the scorer."""
-
-    name: str = option(
-        "naive",
-        "verl's manager; one runner serves all, `dapo` says that the length penalty may be used.",
-        choices=names.REWARD_MANAGERS,
-    )
-
-
-@dataclass(slots=True)
-class RewardModel:
-    """A model that scores, in place of or beside a rule."""
-
-    enable: bool = option(False, "Score with a reward model.")
-    model_path: str | None = option(None, "Its folder or hub name.", path=True)
-    normalize: str | None = option(
-        None, "`sigmoid`: scores in (0, 1); `null`: the raw logit.", choices=("sigmoid",), verl="(none)"
-    )
-    trust_remote_code: bool = option(False, "Allow it to run code from its repository.")
-    micro_batch_size_per_gpu: int | None = option(None, "Sequences a forward pass; `null`: by memory.", low=1)
 
 
 @dataclass(slots=True)
@@ -81,6 +56,4 @@ class Reward:
         verl="(none)",
     )
     custom_reward_function: CustomRewardFunction = group(CustomRewardFunction, "A user's scorer.")
-    reward_manager: RewardManager = group(RewardManager, "The manager.")
-    reward_model: RewardModel = group(RewardModel, "A reward model.")
     overlong_buffer: OverlongBuffer = group(OverlongBuffer, "The soft length penalty.")
