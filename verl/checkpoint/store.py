@@ -89,11 +89,12 @@ class CheckpointStore:
             self._publish(temporary, step)
             write_atomic(self.directory / TRACKER, str(step))
         except BaseException as error:
-            message = self._full_disk_message(step, error, temporary)
+            what = no_room(error, shutil.disk_usage(self.directory).free)
+            written = sum(path.stat().st_size for path in files_in(temporary))
             self._clear_after_failure()
-            if message:
-                raise CheckpointError(message) from error
-            raise
+            if what is None:
+                raise
+            raise CheckpointError(self._full_disk_message(step, what, written)) from error
 
     def _next_save_number(self) -> int:
         return 1 + max((manifest.save_number for manifest in self.complete().values()), default=0)
@@ -115,12 +116,8 @@ class CheckpointStore:
         except OSError as error:
             notice(f"Old checkpoints in {self.directory} could not be tidied up: {_reason(error)}.")
 
-    def _full_disk_message(self, step: int, error: BaseException, temporary: Path) -> str | None:
-        written = sum(path.stat().st_size for path in files_in(temporary))
+    def _full_disk_message(self, step: int, what: str, written: int) -> str:
         free = shutil.disk_usage(self.directory).free
-        what = no_room(error, free)
-        if what is None:
-            return None
         known = self.complete()
         last = max(known, key=lambda saved: known[saved].save_number, default=None)
         if last is not None and known[last].total_bytes > written:
@@ -129,7 +126,7 @@ class CheckpointStore:
             needed = f"more than {human(written)}"
         return (
             f"The disk of {self.directory} {what}: the checkpoint of step {step} needs {needed}, and "
-            f"{human(free + written)} were free. Older checkpoints are untouched; make room, or set "
+            f"{human(free)} are free. Older checkpoints are untouched; make room, or set "
             "trainer.default_local_dir to a larger disk or trainer.max_actor_ckpt_to_keep to keep fewer."
         )
 

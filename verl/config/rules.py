@@ -72,6 +72,11 @@ def _correction(config: Config) -> Iterator[str]:
             f"algorithm.filter_groups.carry=true trains on rows that the weights of the step before sampled: set "
             f"{key}.bypass_mode=true or {key}.rollout_is, or carry=false"
         )
+    if correction.bypass_mode and (correction.rollout_is or correction.rollout_rs):
+        yield (
+            f"{key}.bypass_mode=true takes the engine's log-probs as the old ones, so there is nothing left to correct: "
+            f"leave {key}.rollout_is and {key}.rollout_rs out"
+        )
     if correction.loss_type == "reinforce" and not correction.bypass_mode:
         yield f"{key}.loss_type=reinforce needs {key}.bypass_mode=true"
     if correction.rollout_rs is None:

@@ -194,10 +194,11 @@ def save_pretrained(
 ) -> None:
     """Write a plain HF folder: safetensors, config, generation config, tokenizer."""
     implementation = model.config._attn_implementation
-    model.config._attn_implementation = None
-    try:
-        model.save_pretrained(folder, safe_serialization=True)
-    finally:
-        model.config._attn_implementation = implementation
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    with building_models():
+        model.config._attn_implementation = None
+        try:
+            model.save_pretrained(folder)
+        finally:
+            model.config._attn_implementation = implementation
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)

@@ -151,17 +151,18 @@ def pack(batch: DataProto, *, share_prompts: bool = True, device: torch.device |
                 source.append(np.where(row.trained == 0, head.start + len(prompt) - 1, start + row.trained - 1))
         order.extend(members)
 
-    def tensor(parts: list[np.ndarray]) -> torch.Tensor:
-        array = np.concatenate(parts) if parts else np.zeros(0)
-        return torch.as_tensor(array.astype(np.int64), device=device)
-
     return PackedBatch(
-        input_ids=tensor(ids)[None],
-        position_ids=tensor(positions)[None],
+        input_ids=_joined(ids, device)[None],
+        position_ids=_joined(positions, device)[None],
         segments=segments,
-        source=tensor(source),
-        target=tensor([rows[i].response[rows[i].trained] for i in order]),
-        row=tensor([np.full(len(rows[i].trained), i) for i in order]),
-        column=tensor([rows[i].trained for i in order]),
+        source=_joined(source, device),
+        target=_joined([rows[i].response[rows[i].trained] for i in order], device),
+        row=_joined([np.full(len(rows[i].trained), i) for i in order], device),
+        column=_joined([rows[i].trained for i in order], device),
         shape=tuple(batch.batch["responses"].shape),
     )
+
+
+def _joined(parts: list[np.ndarray], device: torch.device | str) -> torch.Tensor:
+    array = np.concatenate(parts) if parts else np.zeros(0)
+    return torch.as_tensor(array.astype(np.int64), device=device)
