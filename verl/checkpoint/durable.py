@@ -127,5 +127,4 @@ def no_room(error: BaseException, free_bytes: int) -> str | None:
             if f"(os error {number})" in str(seen):
                 return words
         seen = seen.__cause__ or seen.__context__
-    wrapped_write_error = isinstance(error, (OSError, RuntimeError)) and "writ" in str(error).lower()
-    return _NO_ROOM[errno.ENOSPC] if wrapped_write_error and free_bytes < 1_000_000 else None
+    return _NO_ROOM[errno.ENOSPC] if isinstance(error, (OSError, RuntimeError)) and free_bytes < 1_000_000 else None

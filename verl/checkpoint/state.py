@@ -141,7 +141,7 @@ def read_state(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         by_file: dict[str, list[str]] = {}
         for key, place in places.items():
             by_file.setdefault(place["file"], []).append(key)
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, keys in by_file.items():
             if not _FILE.fullmatch(name):
                 raise CheckpointError(f"the state in {folder} is damaged: {_INDEX} names the file {name!r}")

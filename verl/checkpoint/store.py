@@ -83,8 +83,8 @@ class CheckpointStore:
         try:
             temporary.mkdir()
             write(temporary)
-            known = score is not None and math.isfinite(score)
-            write_manifest(temporary, step, self._next_save_number(), float(score) if known else None)
+            known_score = float(score) if score is not None and math.isfinite(score) else None
+            write_manifest(temporary, step, self._next_save_number(), known_score)
             flush_tree(temporary)
             self._publish(temporary, step)
             write_atomic(self.directory / TRACKER, str(step))
