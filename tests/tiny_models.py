@@ -73,7 +73,9 @@ def make_config(family: str, vocab_size: int = 96, **changes):
 def make_model(family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
     """A random model of the family, in eval mode."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(make_config(family, **changes), dtype=dtype)
+    # SDPA of some transformers versions leaves Gemma 2's soft-cap out
+    attention = {"attn_implementation": "eager"} if family == "gemma2" else {}
+    model = AutoModelForCausalLM.from_config(make_config(family, **changes), dtype=dtype, **attention)
     return model.eval()
 
 

@@ -11,18 +11,35 @@ from typing import TYPE_CHECKING, Any
 from verl._version import __version__
 
 if TYPE_CHECKING:
+    from verl.api.ray_trainer import RayPPOTrainer
+    from verl.api.rl_trainer import RLTrainer
+    from verl.api.settings import world_size
+    from verl.api.wrap import wrap_for_rl
     from verl.config import load_config
     from verl.protocol import DataProto
     from verl.trainer.base import Trainer
 
 _LAZY = {
     "DataProto": "verl.protocol",
+    "RLTrainer": "verl.api.rl_trainer",
+    "RayPPOTrainer": "verl.api.ray_trainer",
     "Trainer": "verl.trainer.base",
     "load_config": "verl.config",
+    "world_size": "verl.api.settings",
+    "wrap_for_rl": "verl.api.wrap",
 }
 """Public name → module that defines it."""
 
-__all__ = ["DataProto", "Trainer", "__version__", "load_config"]
+__all__ = [
+    "DataProto",
+    "RLTrainer",
+    "RayPPOTrainer",
+    "Trainer",
+    "__version__",
+    "load_config",
+    "world_size",
+    "wrap_for_rl",
+]
 
 
 def __getattr__(name: str) -> Any:

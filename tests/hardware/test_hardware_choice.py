@@ -135,8 +135,8 @@ def test_flash_attention_means_any_flash_attention():
 
 def test_an_engine_that_cannot_run_falls_back_aloud_or_is_an_error(said):
     choice = choose(OLD_CPU, "2.13.0", set())
-    assert check_explicit(choice, rollout_engine="vllm").rollout_engine == "hf"
-    assert len(said()) == 1 and "vllm" in said()[0] and "'hf'" in said()[0]
+    assert check_explicit(choice, rollout_engine="vllm").rollout_engine == "native"
+    assert len(said()) == 1 and "vllm" in said()[0] and "'native'" in said()[0]
     with pytest.raises(ConfigError, match="strict"):
         check_explicit(choice, rollout_engine="vllm", strict_engine=True)
     with pytest.raises(ConfigError, match="unknown"):

@@ -73,9 +73,8 @@ def test_without_kl_there_is_no_reference_and_no_log_prob_pass(tiny_model_dir, t
 
 
 def test_several_mini_batches_take_several_steps_from_frozen_old_log_probs(tiny_model_dir, tmp_path):
-    trainer = make_trainer(
-        tiny_model_dir, tmp_path, actor_rollout_ref__actor__ppo_mini_batch_size=2, actor_rollout_ref__actor__ppo_epochs=2
-    )
+    changes = {"actor_rollout_ref__actor__ppo_mini_batch_size": 2, "actor_rollout_ref__actor__ppo_epochs": 2}
+    trainer = make_trainer(tiny_model_dir, tmp_path, **changes)
     trainer.total_steps = 1
     metrics = trainer.fit()
     assert trainer.roles.actor.workers[0].engine.version == 4

@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 
 def run(model, folder, algorithm, steps, when="none"):
     paths = os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent.parent)])
-    command = [sys.executable, str(HERE / "trainer_resume_script.py"), str(model), str(folder), algorithm, str(steps), when]
+    script = str(HERE / "trainer_resume_script.py")
+    command = [sys.executable, script, str(model), str(folder), algorithm, str(steps), when]
     return subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
 
 
@@ -29,9 +30,7 @@ def trajectory(folder) -> dict[int, dict]:
     """Step → every metric that does not depend on the clock."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len({row["step"] for row in rows}) == len(rows)
-    return {
-        row["step"]: {k: v for k, v in row.items() if not is_time_metric(k) and "seconds" not in k} for row in rows
-    }
+    return {row["step"]: {k: v for k, v in row.items() if not is_time_metric(k) and "seconds" not in k} for row in rows}
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "dapo"])

@@ -58,7 +58,7 @@ def read_complete(folder: Path) -> Manifest:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{folder} is not a complete checkpoint: its {MANIFEST} is damaged") from None
     except OSError as error:
         raise CheckpointError(f"{folder} is not readable: {error.strerror} ({MANIFEST})") from error
@@ -66,12 +66,15 @@ def read_complete(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} is not a complete checkpoint: its {MANIFEST} is not of the format {_FORMAT}")
     try:
         manifest = Manifest(**document)
-        sizes = {str(name): int(size) for name, size in manifest.files.items()}
-    except (TypeError, ValueError, AttributeError):
-        raise CheckpointError(f"{folder} is not a complete checkpoint: its {MANIFEST} is damaged") from None
+        numbers = [manifest.save_number, *manifest.files.values()]
+        typed = all(type(number) is int for number in numbers) and isinstance(manifest.score, (int, float, type(None)))
+    except (TypeError, AttributeError):
+        typed = False
+    if not typed:
+        raise CheckpointError(f"{folder} is not a complete checkpoint: its {MANIFEST} is damaged")
     if manifest.step != step_of(folder):
         raise CheckpointError(f"{folder} was renamed: its {MANIFEST} says that it is step {manifest.step}")
-    for name, size in sizes.items():
+    for name, size in manifest.files.items():
         file = folder / name
         if not file.is_file():
             raise CheckpointError(f"{folder} is not a complete checkpoint: its file {name} is missing")

@@ -164,7 +164,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"there is no saved state in {folder} (it has no {_INDEX})")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"the state in {folder} is damaged: {_INDEX} is not JSON ({error})") from None
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is not of the format {_FORMAT}")

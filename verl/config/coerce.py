@@ -159,6 +159,8 @@ def _text(value: Any, text: str | None) -> str:
         return os.fspath(value)
     if isinstance(value, (bool, int, float)):
         return text if text is not None else str(value).lower() if isinstance(value, bool) else str(value)
+    if (type(value).__module__, type(value).__name__) == ("torch", "dtype"):  # known by name: torch stays out of here
+        return str(value).removeprefix("torch.")
     raise Mismatch
 
 

@@ -112,7 +112,11 @@ def _interpolate(settings: list[Setting], problems: list[str]) -> list[Setting]:
     flat = {key: leaf.default for key, leaf in LEAVES.items()}
     flat |= {s.key: s.value for s in plain.settings}
     flat |= {s.key: s.value for s in settings if not s.delete}
-    tree = OmegaConf.create(nest(flat), flags={"allow_objects": True})
+    try:
+        tree = OmegaConf.create(nest(flat), flags={"allow_objects": True})
+    except OmegaConfBaseException as error:  # an interpolation that is not even one
+        problems.append(f"{error.full_key}: the value with '${{' cannot be read: {str(error).splitlines()[0]}")
+        return [setting for setting in settings if not _has_interpolation(setting.value)]
     resolved: list[Setting] = []
     for setting in settings:
         if not _has_interpolation(setting.value):

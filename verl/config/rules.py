@@ -74,7 +74,7 @@ def _correction(config: Config) -> Iterator[str]:
         )
     if correction.bypass_mode and (correction.rollout_is or correction.rollout_rs):
         yield (
-            f"{key}.bypass_mode=true takes the engine's log-probs as the old ones, so there is nothing left to correct: "
+            f"{key}.bypass_mode=true takes the engine's log-probs as the old ones, so nothing is left to correct: "
             f"leave {key}.rollout_is and {key}.rollout_rs out"
         )
     if correction.loss_type == "reinforce" and not correction.bypass_mode:

@@ -1,4 +1,4 @@
-"""Prompts for reinforcement learning: reading, templating, batching.
+"""Data: prompts for reinforcement learning, and texts to learn from; reading, templating, batching.
 
 Names are imported on first use, so that reading files needs neither torch nor transformers.
 """
@@ -16,22 +16,38 @@ if TYPE_CHECKING:
     from verl.data.collate import collate_prompts as collate_prompts
     from verl.data.loader import PromptLoader as PromptLoader
     from verl.data.loader import validation_batches as validation_batches
+    from verl.data.padding import collate_pairs as collate_pairs
+    from verl.data.padding import collate_sequences as collate_sequences
+    from verl.data.padding import collate_unpaired as collate_unpaired
+    from verl.data.padding import mismatched as mismatched
+    from verl.data.preference import PreferenceDataset as PreferenceDataset
+    from verl.data.preference import UnpairedDataset as UnpairedDataset
     from verl.data.readers import read_rows as read_rows
     from verl.data.rl_dataset import PromptDataset as PromptDataset
     from verl.data.rlhf_dataset import RLHFDataset as RLHFDataset
     from verl.data.schemas import rows_from_prompts as rows_from_prompts
+    from verl.data.sequence_settings import SequenceSettings as SequenceSettings
+    from verl.data.sft import SFTDataset as SFTDataset
     from verl.data.templating import PromptTemplate as PromptTemplate
 
 _HOMES = {
+    "PreferenceDataset": "preference",
     "PromptDataset": "rl_dataset",
     "PromptLoader": "loader",
     "PromptTemplate": "templating",
     "RLHFDataset": "rlhf_dataset",
+    "SFTDataset": "sft",
+    "SequenceSettings": "sequence_settings",
+    "UnpairedDataset": "preference",
     "arithmetic_task": "builtin",
     "build_prompt_dataset": "build",
     "build_train_loader": "build",
     "builtin_prompts": "builtin",
+    "collate_pairs": "padding",
     "collate_prompts": "collate",
+    "collate_sequences": "padding",
+    "collate_unpaired": "padding",
+    "mismatched": "padding",
     "read_rows": "readers",
     "rows_from_prompts": "schemas",
     "validation_batches": "loader",

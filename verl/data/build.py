@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from verl.config.tree.data import Data
+from verl.data.collate import collate_prompts
 from verl.data.custom import CustomDataset, load_dataset_class
-from verl.data.loader import PromptLoader, RowSource
+from verl.data.loader import Collate, PromptLoader, RowSource
 from verl.data.readers import DataFiles
 from verl.data.rl_dataset import PromptDataset
 from verl.data.sampler import resolve_seed
@@ -61,11 +62,18 @@ def build_prompt_dataset(
 
 
 def build_train_loader(
-    dataset: RowSource, data: Data, *, epochs: int | None = None, batch_size: int | None = None, seed: int | None = None
+    dataset: RowSource,
+    data: Data,
+    *,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    seed: int | None = None,
+    collate: Collate = collate_prompts,
 ) -> PromptLoader:
     """The training loader.
 
-    ``batch_size`` replaces ``data.train_batch_size``, ``seed`` serves where ``data.seed`` is null.
+    ``batch_size`` replaces ``data.train_batch_size``, ``seed`` serves where ``data.seed`` is null, ``collate`` makes
+    batches of another frame than "prompt".
     """
     return PromptLoader(
         dataset,
@@ -74,4 +82,5 @@ def build_train_loader(
         seed=data.seed if data.seed is not None else seed,
         last_batch=data.last_batch,  # type: ignore[arg-type]
         epochs=epochs,
+        collate=collate,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 from verl.data.collate import collate_prompts
@@ -13,6 +13,8 @@ from verl.notices import notice
 from verl.protocol import DataProto
 
 LastBatch = Literal["drop", "short"]
+Collate = Callable[[Sequence[Row], Sequence[str]], DataProto]
+"""From dataset rows and the uids of their draws to a batch."""
 
 
 class RowSource(Protocol):
@@ -24,7 +26,8 @@ class RowSource(Protocol):
 
 
 class PromptLoader:
-    """Draws training batches; frame "prompt", see :func:`~verl.data.collate.collate_prompts`.
+    """Draws training batches; frame "prompt", see :func:`~verl.data.collate.collate_prompts`, unless ``collate`` makes
+    another of them.
 
     Rows left at the end of an epoch are not drawn (``last_batch="drop"``, with a notice of how many) or make a short
     batch ("short"). ``epochs=None`` goes on for ever. The ``uid`` of a prompt is ``e{epoch}.{position}``: unique for
@@ -43,6 +46,7 @@ class PromptLoader:
         seed: int | None = None,
         last_batch: LastBatch = "drop",
         epochs: int | None = None,
+        collate: Collate = collate_prompts,
     ):
         if batch_size < 1:
             raise DataError(f"data.train_batch_size={batch_size}: must be at least 1")
@@ -65,6 +69,7 @@ class PromptLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self.last_batch: LastBatch = last_batch
+        self.collate = collate
         self._sampler = PromptSampler(rows, shuffle=shuffle, seed=seed, epochs=epochs)
 
     @property
@@ -106,7 +111,7 @@ class PromptLoader:
         return self._batch(draws)
 
     def _batch(self, draws: list[Draw]) -> DataProto:
-        return collate_prompts([self.dataset[draw.row] for draw in draws], [draw.uid for draw in draws])
+        return self.collate([self.dataset[draw.row] for draw in draws], [draw.uid for draw in draws])
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers; independent of batch size, workers and world size."""
@@ -117,7 +122,12 @@ class PromptLoader:
 
 
 def validation_batches(
-    dataset: RowSource, batch_size: int | None = None, *, shuffle: bool = False, seed: int | None = None
+    dataset: RowSource,
+    batch_size: int | None = None,
+    *,
+    shuffle: bool = False,
+    seed: int | None = None,
+    collate: Collate = collate_prompts,
 ) -> Iterator[DataProto]:
     """Every row exactly once, the last batch possibly short; ``batch_size=None``: all rows in one batch.
 
@@ -131,4 +141,4 @@ def validation_batches(
     numbers = [int(row) for row in order]
     for start in range(0, rows, size):
         group = numbers[start : start + size]
-        yield collate_prompts([dataset[row] for row in group], [f"v{row}" for row in group])
+        yield collate([dataset[row] for row in group], [f"v{row}" for row in group])

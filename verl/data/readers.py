@@ -77,8 +77,10 @@ def read_parquet(path: Path) -> Part:
     try:
         # ParquetFile rather than read_table: the latter invents columns from folder names like "lang=en".
         with pq.ParquetFile(path) as file:
-            return Part.from_table(str(path), file.read())
-    except pa.ArrowException as error:
+            return _checked(path, file.read())
+    except PermissionError:
+        raise
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable parquet file: {_first_line(error)}") from error
 
 
@@ -88,10 +90,22 @@ def read_arrow(path: Path) -> Part:
         source = pa.memory_map(str(path))
         try:
             table = pa.ipc.open_stream(source).read_all()
-        except pa.ArrowInvalid:
+        except (pa.ArrowException, OSError):
             table = pa.ipc.open_file(source).read_all()
-    except pa.ArrowException as error:
+        return _checked(path, table)
+    except PermissionError:
+        raise
+    except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable Arrow file: {_first_line(error)}") from error
+
+
+def _checked(path: Path, table: pa.Table) -> Part:
+    """The rows, once it is known that they can be read: neither reader looks at offsets or at whether text is UTF-8."""
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{path}, column '{name}' cannot be read: {_first_line(error)}") from error
     return Part.from_table(str(path), table)
 
 
@@ -116,6 +130,8 @@ def _json_object(line: str, path: Path, number: int) -> Row:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {number}: not valid JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists in lists
+        raise DataError(f"{path}, line {number}: JSON that cannot be read: {_first_line(error)}") from error
     if not isinstance(value, dict):
         raise DataError(f"{path}, line {number}: a row must be a JSON object {{...}}, got {type(value).__name__}")
     return value
@@ -134,6 +150,8 @@ def read_json(path: Path) -> Part:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: JSON that cannot be read: {_first_line(error)}") from error
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{path}, row {number}: a row must be a JSON object, got {type(row).__name__}")

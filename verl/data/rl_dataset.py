@@ -10,8 +10,8 @@ import numpy as np
 
 from verl.data.readers import DataFiles, read_rows
 from verl.data.rows import Part, Row
-from verl.data.sampler import choose_subset, resolve_seed
-from verl.data.schemas import Layout, detect_layout, prompt_row
+from verl.data.sampler import pick_rows
+from verl.data.schemas import Layout, detect_layout, own_name, prompt_row
 from verl.data.settings import PromptSettings
 from verl.data.templating import GROUP, PromptTemplate, truncate
 from verl.errors import DataError
@@ -70,9 +70,10 @@ class PromptDataset:
             tools=tools,
         )
         self._rows = read_rows(data_files, split)
+        self._own_names = [own_name(column) for column in self._rows.columns]
         self._layouts = [self._layout(part) for part in self._rows.parts]
         self._tell_media()
-        numbers = self._subset(max_samples)
+        numbers = pick_rows(len(self._rows), max_samples, self.settings.shuffle, self.settings.seed)
         self.report = PromptReport(rows=len(self._rows), selected=len(numbers))
         self._numbers, self._ids = self._encode(numbers)
         self.report.kept = len(self._numbers)
@@ -87,12 +88,13 @@ class PromptDataset:
         - ``raw_prompt``: the whole prompt, messages or text, also where the ids were cut;
         - ``data_source``, ``reward_model``, ``extra_info``: see :func:`~verl.data.schemas.prompt_row`;
         - ``index``: number of the row in the files as they were read, before filtering and subsets;
-        - every other dataset column.
+        - every other dataset column, None where only other rows (of a JSON lines file, or of another file) have it.
         """
         if not -len(self) <= position < len(self):
             raise IndexError(f"prompt {position} of {len(self)}")
         number = int(self._numbers[position])
-        return {**self._prompt_row(number), "prompt_ids": self._ids[position].astype(np.int64), "index": number}
+        row = {**dict.fromkeys(self._own_names), **self._prompt_row(number)}
+        return {**row, "prompt_ids": self._ids[position].astype(np.int64), "index": number}
 
     def where(self, position: int) -> str:
         """File and row of an item, for messages."""
@@ -110,28 +112,18 @@ class PromptDataset:
         part_number, local = self._rows.locate(number)
         part, layout = self._rows.parts[part_number], self._layouts[part_number]
         assert layout is not None, "an empty part has no rows"
-        return prompt_row(
-            part.row(local),
-            layout,
-            part.where(local),
-            prompt_key=self.settings.prompt_key,
-            answer_key=self.settings.answer_key,
-            source_key=self.settings.reward_fn_key,
-            default_source=part.source,
-        )
-
-    def _subset(self, max_samples: int) -> np.ndarray:
-        total = len(self._rows)
-        if max_samples < 0 or max_samples >= total:
-            return np.arange(total)
-        if max_samples == 0:
-            raise DataError("max_samples=0 leaves no rows: use -1 for all of them")
-        if not self.settings.shuffle:
-            notice(f"the first {max_samples} of {total} rows are used (max_samples)")
-            return np.arange(max_samples)
-        seed = resolve_seed(self.settings.seed)
-        notice(f"{max_samples} of {total} rows are used (max_samples), drawn with seed {seed}")
-        return choose_subset(total, max_samples, seed)
+        try:
+            return prompt_row(
+                part.row(local),
+                layout,
+                part.where(local),
+                prompt_key=self.settings.prompt_key,
+                answer_key=self.settings.answer_key,
+                source_key=self.settings.reward_fn_key,
+                default_source=part.source,
+            )
+        except RecursionError:
+            raise DataError(f"{part.where(local)}: its values are nested too deep to be used") from None
 
     def _encode(self, numbers: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         """Template, measure and cut every row; returns the row numbers kept and their ids."""

@@ -34,6 +34,20 @@ def choose_subset(length: int, count: int, seed: int) -> np.ndarray:
     return np.sort(permutation(length, seed, _SUBSET_STREAM)[:count])
 
 
+def pick_rows(total: int, max_samples: int, shuffle: bool, seed: int | None) -> np.ndarray:
+    """The row numbers that ``max_samples`` leaves: all for -1, the first ones, or with ``shuffle`` a seeded subset."""
+    if max_samples < 0 or max_samples >= total:
+        return np.arange(total)
+    if max_samples == 0:
+        raise DataError("max_samples=0 leaves no rows: use -1 for all of them")
+    if not shuffle:
+        notice(f"the first {max_samples} of {total} rows are used (max_samples)")
+        return np.arange(max_samples)
+    seed = resolve_seed(seed)
+    notice(f"{max_samples} of {total} rows are used (max_samples), drawn with seed {seed}")
+    return choose_subset(total, max_samples, seed)
+
+
 @dataclass(frozen=True)
 class Draw:
     """Row ``row`` was drawn as number ``position`` of epoch ``epoch`` (both from 0)."""

@@ -175,7 +175,7 @@ def prompt_row(
     labelled = answer_key is not None or row.get("ground_truth") is not None
     has_rule = (is_gsm8k and answer_key is None) or (source is not None and labelled)
     return {
-        **_own_columns(row),
+        **own_columns(row),
         "raw_prompt": prompt,
         "data_source": source if source is not None else GSM8K_SOURCE if is_gsm8k else default_source,
         "reward_model": _reward_model(row.get("reward_model"), reference, "rule" if has_rule else "reference", where),
@@ -183,13 +183,18 @@ def prompt_row(
     }
 
 
-def _own_columns(row: Row) -> Row:
+def own_name(column: str) -> str:
+    """What a dataset column is called in a prompt row."""
+    return f"dataset_{column}" if column in RESERVED else column
+
+
+def own_columns(row: Row) -> Row:
+    """The dataset's columns; those with a name that the dataflow uses get the prefix ``dataset_``."""
     columns = {}
     for name, value in row.items():
         if name in RESERVED:
-            notice(f"dataset column '{name}' is called 'dataset_{name}' here: the name is used by the training data")
-            name = f"dataset_{name}"
-        columns[name] = value
+            notice(f"dataset column '{name}' is called '{own_name(name)}' here: the name is used by the training data")
+        columns[own_name(name)] = value
     return columns
 
 

@@ -53,7 +53,7 @@ class PromptTemplate:
                 "actor_rollout_ref.model.custom_chat_template, or leave data.apply_chat_template at auto"
             )
         bos = tokenizer.bos_token_id
-        self._bos: list[int] = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
+        self.bos: list[int] = [bos] if bos is not None and tokenizer("")["input_ids"][:1] == [bos] else []
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of one prompt. Whatever the template raises comes through."""
@@ -84,7 +84,7 @@ class PromptTemplate:
         if texts:
             output = self.tokenizer([text for _, text in texts], add_special_tokens=False)
             for (number, _), ids in zip(texts, output["input_ids"], strict=True):
-                encoded[number] = list(ids) if not self._bos or ids[:1] == self._bos else self._bos + list(ids)
+                encoded[number] = list(ids) if not self.bos or ids[:1] == self.bos else self.bos + list(ids)
         if chats:
             for (number, _), ids in zip(chats, self._apply_template([chat for _, chat in chats]), strict=True):
                 encoded[number] = list(ids)

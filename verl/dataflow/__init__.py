@@ -7,7 +7,13 @@
 - ``failures.py``     how an error in a node reaches the caller
 - ``loop.py``         run a flow again and again within a step
 - ``flow.py``         Dataflow; ``flowset.py``: the named flows of a run; ``describe.py``: table and Mermaid
+
+``HybridDataflow`` is the user's door, under the name by which the documents import it. It builds on the trainer, far
+above this room, so it is looked up only when asked for; nothing in this room uses it.
 """
+
+import importlib
+from typing import Any
 
 from verl.dataflow.executor import StepResult
 from verl.dataflow.failures import NodeError
@@ -31,3 +37,11 @@ __all__ = [
     "same",
     "subset",
 ]
+
+_DOORS = {"HybridDataflow": "verl.api.hybrid_dataflow"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DOORS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_DOORS[name]), name)

@@ -15,6 +15,8 @@ from verl.notices import notice
 ROLLOUT_DTYPE_VARIABLE = "VLLM_DTYPE"
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _DTYPE_ALIASES |= {"fp64": "float64", "double": "float64"}
+FLASH_ATTENTIONS = ("varlen", "flash_attn")
+FLASH_DTYPES = ("bfloat16", "float16")
 _FLASH = re.compile(r"(flash_attention|flash_attn)(_\d)?")
 
 
@@ -60,6 +62,10 @@ def check_explicit(
     rollout_name = _checked_dtype(choice, "rollout_dtype", rollout_dtype, problems)
     attention_name = _checked_attention(choice, attention, problems)
     engine_name = _checked_engine(choice, rollout_engine, strict_engine, problems)
+    if attention_name in FLASH_ATTENTIONS and (computes := dtype_name or choice.dtype) not in FLASH_DTYPES:
+        works = [name for name in choice.works("attention", ATTENTIONS) if name not in FLASH_ATTENTIONS]
+        lack = f"flash attention does not compute in {computes}"
+        problems.append(_refusal(choice, "attention", str(attention), lack, works))
     if problems:
         raise ConfigError(problems)
     if dtype_name:
@@ -72,6 +78,8 @@ def check_explicit(
         choice = _with(choice, "rollout_dtype", rollout_name, "asked for")
     if attention_name:
         choice = _with(choice, "attention", attention_name, "asked for")
+    elif choice.attention in FLASH_ATTENTIONS and choice.dtype not in FLASH_DTYPES:
+        choice = _with(choice, "attention", "sdpa", f"flash attention does not compute in {choice.dtype}")
     if engine_name:
         choice = _with(choice, "rollout_engine", engine_name, "asked for")
     return choice

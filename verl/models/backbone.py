@@ -7,20 +7,29 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from verl.errors import ModelError
-from verl.models import attention
+from verl.models import attention, varlen
 from verl.models.packing import PackedBatch, Segment
 from verl.notices import notice
+
+LAYOUTS = {
+    attention.NAME: attention.make_layout,
+    varlen.VARLEN: varlen.make_varlen_layout,
+    varlen.FLASH: varlen.make_varlen_layout,
+}
+KERNELS = {"sdpa": attention.NAME, "varlen": varlen.VARLEN, "flash_attn": varlen.FLASH}
+"""Packed attentions by the hardware table's names."""
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> torch.Tensor:
     """(T, D) last hidden states of the packed tokens."""
     backbone = model.base_model
-    if model.config._attn_implementation == attention.NAME:
+    make_layout = LAYOUTS.get(model.config._attn_implementation)
+    if make_layout is not None:
         out = backbone(
             input_ids=packed.input_ids,
             position_ids=packed.position_ids,
             use_cache=False,
-            verl_layout=attention.make_layout(packed),
+            verl_layout=make_layout(packed),
         )
         return out.last_hidden_state[0]
     return _padded_hidden_states(backbone, packed)
@@ -64,11 +73,12 @@ def _probe(device: torch.device, vocabulary: int) -> PackedBatch:
 
 
 @torch.no_grad()
-def use_packed_attention(model: PreTrainedModel, *, explicit: str | None = None) -> str:
+def use_packed_attention(model: PreTrainedModel, *, explicit: str | None = None, kernel: str = "sdpa") -> str:
     """Switch ``model`` to packed attention if a probe gives the same numbers as its own attention, else leave it.
 
     Args:
         explicit: an attention implementation that the user insists on; then sequences are padded, and no probe is made.
+        kernel: the packed attention to try first, one of ``KERNELS``; "sdpa", which serves all devices, comes next.
 
     Returns:
         The attention implementation in use.
@@ -81,25 +91,35 @@ def use_packed_attention(model: PreTrainedModel, *, explicit: str | None = None)
         return explicit
     training = model.training
     model.eval()
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # the SDPA of some transformers versions leaves the cap out
     device = next(model.parameters()).device
     probe = _probe(device, model.config.get_text_config().vocab_size)
     expected = _padded_hidden_states(model.base_model, probe)
     _check_head(model, probe)
     before = model.config._attn_implementation
-    try:
-        model.set_attn_implementation(attention.NAME)
-        if model.config._attn_implementation != attention.NAME:
-            raise ModelError("its attention does not go through transformers' attention interface")
-        got = hidden_states(model, probe)
-        error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-        reason = None if error < _tolerance(expected.dtype) else f"its hidden states differ by {error:.1e}"
-    except (ModelError, TypeError, ValueError, NotImplementedError, KeyError) as problem:
-        reason = str(problem)
-    if reason is not None:
+    for name in dict.fromkeys((KERNELS[kernel], attention.NAME)):
+        reason = _refusal(model, name, probe, expected)
+        if reason is None:
+            break
         model.set_attn_implementation(before)
-        notice(f"{type(model).__name__} runs with padded batches instead of packed ones: {reason}")
+        instead = "padded batches instead of packed ones" if name == attention.NAME else "packed SDPA"
+        notice(f"{type(model).__name__} runs with {instead}: {reason}")
     model.train(training)
     return model.config._attn_implementation
+
+
+def _refusal(model: PreTrainedModel, name: str, probe: PackedBatch, expected: torch.Tensor) -> str | None:
+    """Switch to the packed attention ``name``; why its numbers cannot be used, or None if they are right."""
+    try:
+        model.set_attn_implementation(name)
+        if model.config._attn_implementation != name:
+            raise ModelError("its attention does not go through transformers' attention interface")
+        got = hidden_states(model, probe)
+    except (ModelError, TypeError, ValueError, NotImplementedError, KeyError, RuntimeError) as problem:
+        return str(problem).splitlines()[0]
+    error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    return None if error < _tolerance(expected.dtype) else f"its hidden states differ by {error:.1e}"
 
 
 def _tolerance(dtype: torch.dtype) -> float:

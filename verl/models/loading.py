@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from verl.config.suggest import near_path
@@ -20,6 +23,11 @@ from verl.notices import notice
 
 # transformers sets the default dtype of the whole process while it builds a model: one at a time
 BUILDING = threading.RLock()
+# what transformers raises where files are missing, damaged (pickles among them are never run) or of another kind
+LOAD_ERRORS = (
+    OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, EOFError, RecursionError,
+    SafetensorError, pickle.UnpicklingError,
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -85,7 +93,7 @@ def load_tokenizer(
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # of a damaged file the tokenizers package says so in a bare Exception
         raise _unavailable("The tokenizer", path, error) from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -107,7 +115,7 @@ def load_config(path: str, *, trust_remote_code: bool = False, override: dict[st
     path = resolve_model_path(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except LOAD_ERRORS as error:
         raise _unavailable("The model", path, error) from error
     for key, value in (override or {}).items():
         if key not in config.to_dict() and not hasattr(config, key):
@@ -135,7 +143,7 @@ def load_causal_lm(
         model = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except LOAD_ERRORS as error:
         raise _unavailable("The model", path, error) from error
     disable_dropout(model, keep=override_config or {})
     return model.to(device)
@@ -178,6 +186,14 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
         enable()
     else:
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile each decoder layer by itself: all layers share one compiled code, and shapes stay dynamic."""
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layer numbers are no reason to compile again
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.forward = torch.compile(module.forward, dynamic=True)
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from verl.models.backbone import hidden_states, lm_head, use_packed_attention
 from verl.models.linear_logprob import linear_log_prob
-from verl.models.loading import building_models, enable_gradient_checkpointing, load_causal_lm
+from verl.models.loading import building_models, compile_layers, enable_gradient_checkpointing, load_causal_lm
 from verl.models.packing import pack
 from verl.models.settings import ModelSettings
 from verl.protocol import DataProto
@@ -28,20 +28,28 @@ def load_policy(settings: ModelSettings, *, frozen: bool = False) -> PreTrainedM
 
 def prepare_policy(model: PreTrainedModel, settings: ModelSettings, *, frozen: bool = False) -> PreTrainedModel:
     """Choose the attention, and make the model ready for training or freeze it."""
-    use_packed_attention(model, explicit=settings.attention)
+    use_packed_attention(model, explicit=settings.attention, kernel=settings.kernel)
     if frozen:
         return model.requires_grad_(False).eval()
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
+    if settings.compile_layers:
+        compile_layers(model)
     return model.train()
 
 
 def log_probs(
-    model: PreTrainedModel, batch: DataProto, *, temperature: float = 1.0, with_entropy: bool = False
+    model: PreTrainedModel,
+    batch: DataProto,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    entropy_gradient: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(B, R) log-probs of the trained tokens under softmax(logits / temperature), 0 elsewhere, and their entropy.
 
     Differentiable in the model's weights. Tokens with ``response_mask`` 0 are context: they are fed, not scored.
+    ``entropy_gradient=False``: the entropy is only looked at.
     """
     device = next(model.parameters()).device
     packed = pack(batch, device=device)
@@ -59,5 +67,6 @@ def log_probs(
         softcap=softcap,
         temperature=temperature,
         with_entropy=with_entropy,
+        entropy_gradient=entropy_gradient,
     )
     return packed.to_grid(log_prob), None if entropy is None else packed.to_grid(entropy)

@@ -13,6 +13,8 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+PACKED_ATTENTIONS = ("sdpa", "varlen", "flash_attn")
+"""Attentions of the hardware table that run over packed sequences."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +23,19 @@ class ModelSettings:
 
     Attributes:
         attention: ``auto`` for packed attention where the model can, else the implementation's name in transformers.
+        compile_layers: compile the decoder layers (CUDA).
+        kernel: the packed attention to try first: ``sdpa``, ``varlen`` or ``flash_attn``.
     """
 
     path: str
     dtype: str = "float32"
     device: str = "cpu"
     attention: str = "auto"
+    kernel: str = "sdpa"
     trust_remote_code: bool = False
     override_config: dict[str, Any] = field(default_factory=dict)
     gradient_checkpointing: bool = False
+    compile_layers: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:

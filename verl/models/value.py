@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedM
 from verl.errors import ModelError
 from verl.models.backbone import hidden_states, use_packed_attention
 from verl.models.loading import (
+    LOAD_ERRORS,
     building_models,
     disable_dropout,
     enable_gradient_checkpointing,
@@ -79,8 +80,9 @@ def load_value_model(settings: ModelSettings) -> ValueModel:
         config.num_labels = 1
         try:
             value = _build(path, config, dtype=settings.torch_dtype, trust_remote_code=settings.trust_remote_code)
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
-            raise ModelError(f"The critic cannot be loaded from {path}: {str(error).splitlines()[0]}") from error
+        except LOAD_ERRORS as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"The critic cannot be loaded from {path}: {reason}") from error
         saved_head = Path(path) / HEAD_FILE
         if value.own_head is not None and saved_head.is_file():
             value.own_head.load_state_dict({k.removeprefix("head."): v for k, v in load_file(saved_head).items()})
@@ -91,7 +93,7 @@ def load_value_model(settings: ModelSettings) -> ValueModel:
             notice(f"The critic starts from {settings.path} with a fresh value head.")
         disable_dropout(value.model, keep=settings.override_config)
         value = value.to(settings.device)
-        use_packed_attention(value.model, explicit=settings.attention)
+        use_packed_attention(value.model, explicit=settings.attention, kernel=settings.kernel)
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(value.model)
     return value.train()

@@ -75,6 +75,13 @@ def load_parts(filepath: str | Path) -> Parts:
             f"{path} is damaged or was not written by DataProto.save_to_disk (pickled batches are not read, because "
             f"unpickling runs code): {error}"
         ) from error
+    try:
+        return _decoded(tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _decoded(tensors: dict[str, torch.Tensor]) -> Parts:
     blob = tensors.pop(_BLOB).numpy().tobytes()
     document = json.loads(tensors.pop(_JSON).numpy().tobytes())
     batch = None

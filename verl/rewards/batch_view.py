@@ -36,7 +36,7 @@ class BatchView(Mapping[str, Any]):
             "generated_tokens": tensors["responses"],
             "response_mask": tensors["response_mask"],
             "prompt_ids": tensors["prompts"],
-            "input_ids": tensors["input_ids"],
+            "input_ids": torch.cat([tensors["prompts"], tensors["responses"]], dim=1),
             "attention_mask": tensors["attention_mask"],
         }
         columns = batch.non_tensor_batch

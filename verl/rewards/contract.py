@@ -163,7 +163,7 @@ def normalise_result(value: Any, *, take_first: bool = False) -> RewardResult:
         return RewardResult(None)
     if isinstance(value, Mapping):
         if "score" not in value:
-            keys = _quoted(str(k) for k in value)
+            keys = _quoted(str(k)[:40] for k in list(value)[:10])
             return RewardResult(None, error=f"returned a dict without the key 'score' (it has {keys})")
         inner = normalise_result(value["score"])
         if inner.score is None:

@@ -35,7 +35,12 @@ def find_scorer(data_source: Any) -> Callable[..., Any] | None:
 def check_data_sources(data_sources: Iterable[Any]) -> None:
     """Raise before anything is scored: :class:`RewardError` for a data source without a rule,
     :class:`verl.errors.MissingDependencyError` for one whose rule needs a package that is not installed."""
-    for data_source in dict.fromkeys(data_sources):
+    checked: set[str] = set()
+    for data_source in data_sources:
+        if isinstance(data_source, str):  # anything else has no rule, and need not be hashable
+            if data_source in checked:
+                continue
+            checked.add(data_source)
         scorer = find_scorer(data_source)
         if scorer is None:
             raise _no_rule(data_source)
@@ -64,6 +69,7 @@ def default_compute_score(
 
 def _no_rule(data_source: Any) -> RewardError:
     return RewardError(
-        f"no built-in reward for data_source {data_source!r}: set custom_reward_function.path (and .name) to a "
-        f"file with your compute_score, or use one of {', '.join(_ROUTES)}, aime*"
+        f"no built-in reward for data_source {data_source!r:.60}: give reward_fn=... in Python, or set "
+        "custom_reward_function.path (and .name) to a file with your compute_score, or use one of "
+        f"{', '.join(_ROUTES)}, aime*"
     )

@@ -17,8 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from verl.errors import RolloutError
 from verl.rollout.base import Completion, Request, RolloutEngine
 from verl.rollout.sampling import draw
-
-STOP_WINDOW = 16  # tokens that are decoded to look for a stop string, beyond the string's own length
+from verl.rollout.stops import has_stop_string
 
 
 class _Row:
@@ -164,11 +163,8 @@ class HFEngine(RolloutEngine):
         params, token = row.request.params, row.tokens[-1]
         if token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
             return "stop"
-        if params.stop:
-            window = STOP_WINDOW + max(len(s) for s in params.stop)
-            text = self.tokenizer.decode(row.tokens[-window:])
-            if any(s in text for s in params.stop):
-                return "stop"
+        if params.stop and has_stop_string(self.tokenizer, row.tokens, params.stop):
+            return "stop"
         return "length" if len(row.tokens) >= params.max_tokens else None
 
     def _collect(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 from verl.checkpoint import CheckpointStore
 from verl.config import Config
-from verl.dataflow import FlowSet
+from verl.dataflow import Dataflow, FlowSet
 from verl.dataflow.executor import StepResult
+from verl.dataflow.flow import Batch
+from verl.errors import ConfigError
 from verl.metrics import Metrics
 from verl.models.backbone import hidden_states  # noqa: F401  (imported early so that a broken torch shows before loading)
 from verl.notices import notice
@@ -25,6 +28,7 @@ from verl.trainer.runstate import restore, save
 from verl.trainer.samples import sample_rows
 
 Callback = Callable[["Trainer", dict[str, float]], None]
+ChangeFlow = Callable[[Dataflow, Roles], Dataflow]
 
 
 class Trainer:
@@ -35,9 +39,16 @@ class Trainer:
         train_rows, validation_rows: rows in memory in place of data files.
         style: of the console, see :class:`verl.tracking.Tracker`.
         callbacks: called after every step with the trainer and the step's metrics.
+        change_flow: given the training step's dataflow and the roles, returns the dataflow to use: with a node more,
+            or one less. What it returns is checked like any other.
+        stays_open: :meth:`fit` leaves the workers alive, so that one may go on with the trainer; :meth:`close` ends
+            them.
 
     Attributes:
         global_steps: training steps done.
+        total_steps: the step at which :meth:`fit` ends.
+        metrics: of the last step.
+        saved_steps: the last step of which there is a checkpoint, 0 before one.
     """
 
     def __init__(
@@ -48,11 +59,14 @@ class Trainer:
         validation_rows: list[dict[str, Any]] | None = None,
         style: str = "auto",
         callbacks: tuple[Callback, ...] = (),
+        change_flow: ChangeFlow | None = None,
+        stays_open: bool = False,
     ):
         self.plan: Plan = prepare(config, train_rows=train_rows, validation_rows=validation_rows)
         self.config = self.plan.config
         self.tokenizer, self.loader, self.total_steps = self.plan.tokenizer, self.plan.loader, self.plan.total_steps
-        self.style, self.callbacks = style, callbacks
+        self.style, self.callbacks, self.stays_open = style, callbacks, stays_open
+        self.tracker: Tracker | None = None  # while the run's record is open
         self.global_steps = 0
         self.timings: dict[str, float] = {}  # seconds spent between steps, told with the next one
         self.metrics: dict[str, float] = {}  # of the last step
@@ -67,34 +81,56 @@ class Trainer:
         )
         self.evaluation = Evaluation(self.config, self.roles, self.tokenizer, self.plan.validation)
         train = ppo(self.roles, self.config, source=self._draw_more)
+        if change_flow is not None:
+            train = change_flow(train, self.roles)
         self.flows = FlowSet({"train": train, **self.evaluation.flows})
         self.flows.validate(steps=range(1, min(self.total_steps, 256) + 1))
         if self.resume_from is not None:
             restore(self, self.resume_from)
+        self.saved_steps = self.global_steps
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the metrics of the last step. This is the only loop there is."""
-        with self._running() as tracker:
+        with self._running():
             self._validate_before()
             for step, batch in self._batches():
-                started = time.perf_counter()
-                self.roles.reward.begin_step()
-                result = self.flows.run("train", batch, step, self.config.trainer.executor, self._on_event)
-                self.roles.reward.end_step()
-                self.global_steps = step
-                metrics = self._measure(result, time.perf_counter() - started)
-                if self._due(self.config.trainer.test_freq):
-                    metrics.merge(self.validate())
-                self.metrics = metrics.results()
-                tracker.log(self.metrics, step)
-                self._show_samples(result)
-                if self._due(self.config.trainer.save_freq, final=self.config.trainer.save_final):
-                    self.save()
-                for callback in self.callbacks:
-                    callback(self, self.metrics)
+                self._step(step, batch)
         return self.metrics
+
+    def train_step(self, batch: DataProto | None = None) -> StepResult:
+        """One step by itself, of the next prompts or of ``batch``; the record stays open until :meth:`close`."""
+        self.open()
+        return self._step(self.global_steps + 1, self.loader.next_batch() if batch is None else batch)
+
+    def _step(self, step: int, batch: DataProto) -> StepResult:
+        return self.run_flow(self.flows.flow("train", step), batch, step, commit=True)
+
+    def run_flow(self, flow: Dataflow, batch: Batch, step: int, *, commit: bool) -> StepResult:
+        """Run a flow whose scores count for this step, and with ``commit`` finish the step that it was."""
+        started = time.perf_counter()
+        self.roles.reward.begin_step()
+        result = flow.run(batch, step, self.config.trainer.executor, self._on_event)
+        self.roles.reward.end_step()
+        if commit:
+            self._commit(result, time.perf_counter() - started)
+        return result
+
+    def _commit(self, result: StepResult, seconds: float) -> None:
+        """The step is done: count it, and do what is due after it."""
+        self.global_steps = step = result.step
+        metrics = self._measure(result, seconds)
+        if self._due(self.config.trainer.test_freq):
+            metrics.merge(self.validate())
+        self.metrics = metrics.results()
+        assert self.tracker is not None
+        self.tracker.log(self.metrics, step)
+        self._show_samples(result)
+        if self._due(self.config.trainer.save_freq, final=self.config.trainer.save_final):
+            self.save()
+        for callback in self.callbacks:
+            callback(self, self.metrics)
 
     def fit_with_scores(self) -> tuple[float | None, float | None]:
         """:meth:`fit`, and the headline validation score before and after it (None where there is no validation)."""
@@ -137,7 +173,8 @@ class Trainer:
         samples = result.frames["sample"].batch
         tokens = samples["attention_mask"].sum().item()
         response = samples["attention_mask"][:, samples["prompts"].shape[1] :].sum().item()
-        phases = {**phase_seconds(result, loops=tuple(self.flows.flow("train", result.step).loops)), **self.timings}
+        loops = tuple(name for flow in self.flows.flows["train"] for name in flow.loops)
+        phases = {**phase_seconds(result, loops=loops), **self.timings}
         self.timings = {}
         metrics = Metrics()
         metrics.add("training/global_step", result.step, reduce="last")
@@ -146,17 +183,31 @@ class Trainer:
         return metrics.merge(step_metrics(phases, int(response), int(tokens), seconds))
 
     def _on_event(self, node: str, event: str, info: dict[str, Any]) -> None:
-        phase = phase_of(node)
+        phase, tracker = phase_of(node), self.tracker
+        if tracker is None:
+            return
         if event == "start":
-            self.tracker.phase_started(phase)
+            tracker.phase_started(phase)
         elif event == "rows" and phase == "gen":
-            self.tracker.progress(phase, info["done"], info["total"])
+            tracker.progress(phase, info["done"], info["total"])
         elif event == "end":
-            self.tracker.phase_finished(phase, info["seconds"], info["rows"])
+            tracker.phase_finished(phase, info["seconds"], info["rows"])
+
+    @contextlib.contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        """Shown, where there is a record open, and told with the next step as ``timing_s/{phase}``."""
+        started = time.perf_counter()
+        if self.tracker is not None:
+            self.tracker.phase_started(phase)
+        yield
+        self.timings[phase] = time.perf_counter() - started
+        if self.tracker is not None:
+            self.tracker.phase_finished(phase, self.timings[phase])
 
     def _show_samples(self, result: StepResult) -> None:
         """A few rows of the batch for the record, the user's own prompts, and the dump of all rows if asked for."""
         trainer = self.config.trainer
+        assert self.tracker is not None
         rows = range(min(len(result.frames["sample"]), 8))
         self.tracker.run_dir.append_samples(
             sample_rows(result.frames, self.tokenizer, step=self.global_steps, split="train", rows=rows)
@@ -171,13 +222,13 @@ class Trainer:
 
     def validate(self) -> Metrics:
         """Score every validation row once; the metrics, with the seconds that it took."""
-        started = time.perf_counter()
-        self.tracker.phase_started("testing")
-        metrics, shown = self.evaluation.validate(self.flows, self.global_steps)
-        seconds = time.perf_counter() - started
-        self.tracker.phase_finished("testing", seconds)
-        metrics.add("timing_s/testing", seconds, reduce="sum")
-        self.tracker.samples(shown, self.global_steps)
+        if self.plan.validation is None:
+            raise ConfigError("there is nothing to validate on: set data.val_files")
+        with self._phase("testing"):
+            metrics, shown = self.evaluation.validate(self.flows, self.global_steps)
+        metrics.add("timing_s/testing", self.timings.pop("testing"), reduce="sum")
+        if self.tracker is not None:
+            self.tracker.samples(shown, self.global_steps)
         return metrics
 
     _validate = validate  # verl's name
@@ -188,53 +239,70 @@ class Trainer:
         wanted = trainer.val_only or (trainer.val_before_train and trainer.test_freq > 0 and self.global_steps == 0)
         if wanted and self.plan.validation is not None:
             self.metrics = self.validate().results()
+            assert self.tracker is not None
             self.tracker.log(self.metrics, self.global_steps)
 
     def save(self) -> Path:
         """Write a checkpoint of the steps done."""
-        started = time.perf_counter()
-        self.tracker.phase_started("save_checkpoint")
-        path = self.store.save(self.global_steps, lambda folder: save(self, folder), score=self.evaluation.score)
-        self.timings["save_checkpoint"] = time.perf_counter() - started
-        self.tracker.phase_finished("save_checkpoint", self.timings["save_checkpoint"])
+        with self._phase("save_checkpoint"):
+            path = self.store.save(self.global_steps, lambda folder: save(self, folder), score=self.evaluation.score)
+        self.saved_steps = self.global_steps
         return path
-
-    def _running(self) -> _Running:
-        return _Running(self)
 
     def info(self) -> RunInfo:
         trainer = self.config.trainer
         return RunInfo(
             project=trainer.project_name,
             experiment=trainer.experiment_name,
-            algorithm=self.config.algorithm.adv_estimator.upper(),
+            algorithm=algorithm_name(self.config),
             model=str(self.config.actor_rollout_ref.model.path),
             device=self.plan.choice.device.described,
             total_steps=self.total_steps,
             resume_step=self.global_steps,
         )
 
+    # ---- the run's record ----------------------------------------------------------------------------------------
 
-class _Running:
-    """The tracker is open, and in the end the report is written and workers are closed, however the run ends."""
+    def open(self) -> None:
+        """Begin the record, if it is not open."""
+        if self.tracker is None:
+            self.tracker = Tracker(
+                self.config, self.config.trainer.logger, self.run_dir, self.info(), style=self.style,
+                seed=self.config.trainer.seed, device=self.plan.choice.device.described,
+            )  # fmt: skip
+            self.tracker.start()
 
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
+    def close(self) -> None:
+        """End the record, with its report, and the workers. A second call does nothing."""
+        self._end_record(completed=False)
+        self.roles.close()
 
-    def __enter__(self) -> Tracker:
-        t = self.trainer
-        t.tracker = Tracker(
-            t.config, t.config.trainer.logger, t.run_dir, t.info(), style=t.style, seed=t.config.trainer.seed,
-            device=t.plan.choice.device.described,
-        )  # fmt: skip
-        t.tracker.start()
-        return t.tracker
+    def _end_record(self, *, completed: bool) -> None:
+        tracker, self.tracker = self.tracker, None
+        if tracker is None:
+            return
+        if completed:
+            tracker.finish()
+        tracker.close()
+        if completed or self.global_steps:
+            write_report(self.run_dir.path)
 
-    def __exit__(self, kind, error, traceback) -> None:
-        t = self.trainer
-        if kind is None:
-            t.tracker.finish()
-        t.tracker.close()
-        t.roles.close()
-        if kind is None or t.global_steps:
-            write_report(t.run_dir.path)
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """The record is open; it and the workers are ended however the run ends, unless they were there before."""
+        before, completed = self.tracker, False
+        self.open()
+        try:
+            yield
+            completed = True
+        finally:
+            if before is None:
+                self._end_record(completed=completed)
+            if not self.stays_open:
+                self.roles.close()
+
+
+def algorithm_name(config: Config) -> str:
+    """``PPO``, ``GRPO``, ...: the preset's name, else that of what sets the algorithm apart."""
+    estimator = config.algorithm.adv_estimator
+    return (config.algorithm.name or ("ppo" if estimator == "gae" else estimator)).upper()

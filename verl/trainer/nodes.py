@@ -5,6 +5,7 @@ Each is a small function of a batch; what it needs of the configuration is bound
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from verl.algorithms.rewards_shaping import apply_kl_penalty, last_token, overlo
 from verl.algorithms.rollout_correction import rollout_correction
 from verl.config import Config
 from verl.config.tree import Actor, Critic
+from verl.errors import RewardError
 from verl.metrics import Metrics
 from verl.models.packing import packed_lengths
 from verl.protocol import DataProto
@@ -79,11 +81,11 @@ def advantages(batch: DataProto, *, config: Config) -> DataProto:
 
 
 def baseline(batch: DataProto) -> DataProto:
-    """``reward_baselines`` (B,): the summed score of each prompt's greedy response, for ReMax."""
+    """``reward_baselines`` (B,): the summed score of each prompt's greedy response, for ReMax; NaN where it failed."""
     b, metrics = tensors_of(batch), Metrics()
-    scores, mask = b["token_level_scores"], as_mask(b["response_mask"])
-    metrics.add("reward/baseline_failed", float((~b["score_valid"]).sum()), reduce="sum")
-    return result(metrics, reward_baselines=scores.masked_fill(~mask, 0).sum(1))
+    scores, mask, valid = b["token_level_scores"], as_mask(b["response_mask"]), as_mask(b["score_valid"])
+    metrics.add("reward/baseline_failed", float((~valid).sum()), reduce="sum")
+    return result(metrics, reward_baselines=scores.masked_fill(~mask, 0).sum(1).masked_fill(~valid, float("nan")))
 
 
 def make_plans(batch: DataProto, *, config: Config) -> DataProto:
@@ -113,11 +115,20 @@ def filter_groups(batch: DataProto, *, metric: str) -> DataProto:
     scores = b["token_level_scores"].masked_fill(~as_mask(b["response_mask"]), 0).sum(1).numpy()
     if metric == "acc":
         found = [extra.get("acc") if isinstance(extra, dict) else None for extra in b["reward_extra_info"]]
-        scores = np.array([score if acc is None else float(acc) for acc, score in zip(found, scores, strict=True)])
+        scores = np.array([score if acc is None else _accuracy(acc) for acc, score in zip(found, scores, strict=True)])
     keep, metrics = keep_varied_groups(scores, b["uid"], b["score_valid"])
     kept = DataProto(non_tensor_batch={key: b[key][keep] for key in ("uid", "sample_id")})
     kept.meta_info["metrics"] = metrics
     return kept
+
+
+def _accuracy(value: Any) -> float:
+    if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+        raise RewardError(
+            f"algorithm.filter_groups.metric=acc compares the 'acc' that the reward function reports, which is "
+            f"{value!r:.60} here: report true, false or a number, or leave the metric at the score"
+        )
+    return float(value)
 
 
 def batch_metrics(batch: DataProto, *, config: Config) -> Metrics:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.checkpoint import (
+    CheckpointStore,
     environment_differences,
     read_protos,
     read_state,
@@ -15,7 +16,7 @@ from verl.checkpoint import (
     write_protos,
     write_state,
 )
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, VerlError
 from verl.notices import notice
 
 if TYPE_CHECKING:
@@ -52,12 +53,30 @@ def save(trainer: Trainer, folder: Path) -> None:
     write_protos(folder / STATE_FOLDER, protos)
 
 
+def save_elsewhere(trainer: Trainer, directory: str | Path) -> Path:
+    """Write a checkpoint of the steps done into a folder that is not the run's own; the checkpoint's folder."""
+    return CheckpointStore(directory).save(trainer.global_steps, lambda folder: save(trainer, folder))
+
+
 def restore(trainer: Trainer, folder: Path) -> None:
     """Put a checkpoint back into the freshly built run.
 
     Raises:
-        CheckpointError: it was made by another kind of run (other roles, another model).
+        CheckpointError: it was made by another kind of run (other roles, another model), or is damaged.
     """
+    try:
+        _restore(trainer, folder)
+    except VerlError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be resumed from: something in its {STATE_FOLDER} is missing or not as it should be "
+            f"({type(error).__name__}: {error}); resume from an older checkpoint, or start anew with "
+            "trainer.resume_mode=disable"
+        ) from error
+
+
+def _restore(trainer: Trainer, folder: Path) -> None:
     tensors, extra = read_state(folder / STATE_FOLDER)
     roles = trainer.roles
     for name, group in {"actor": roles.actor, "critic": roles.critic}.items():

@@ -14,7 +14,7 @@ from verl.config import (
 )
 from verl.config.tree import Actor, Optim
 from verl.hardware import Choice, check_explicit, decide, environment_dtype
-from verl.models.settings import ModelSettings
+from verl.models.settings import PACKED_ATTENTIONS, ModelSettings
 from verl.notices import notice
 from verl.rollout.base import SamplingParams
 from verl.train_engine.torch_engine import OptimizerSettings
@@ -72,14 +72,14 @@ def optimizer_of(optim: Optim, config: Config, *, total_steps: int, grad_clip: f
 
 
 def model_of(model, choice: Choice) -> ModelSettings:
-    """Settings of one role's model. Packed sequences run on SDPA; another attention asked for gets padded batches."""
-    asked = model.attn_implementation
-    attention = "auto" if asked in (None, "auto") or choice.attention == "sdpa" else choice.attention
+    """Settings of one role's model. An attention that cannot run packed (eager) gets padded batches."""
+    packed = choice.attention in PACKED_ATTENTIONS
     return ModelSettings(
         path=model.path,
         dtype=choice.dtype,
         device=choice.device.kind,
-        attention=attention,
+        attention="auto" if packed else choice.attention,
+        kernel=choice.attention if packed else "sdpa",
         trust_remote_code=model.trust_remote_code,
         override_config=dict(model.override_config),
         gradient_checkpointing=model.enable_gradient_checkpointing,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.algorithms.aggregation import use_counts
 from verl.algorithms.entropy import entropy_loss
@@ -30,18 +31,28 @@ from verl.workers.trained import TrainedWorker
 
 
 class Actor(TrainedWorker):
-    """The trained policy. The rollout engine works on the same weights."""
+    """The trained policy. The rollout engine works on the same weights.
+
+    Args:
+        model, tokenizer: made ready already (:func:`verl.models.policy.prepare_policy`), in place of loading them.
+    """
 
     role = "actor"
 
-    def __init__(self, settings: ActorSettings):
+    def __init__(
+        self,
+        settings: ActorSettings,
+        *,
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
         self.settings = settings
-        self.tokenizer = load_tokenizer(
+        self.tokenizer = tokenizer or load_tokenizer(
             settings.tokenizer_path or settings.model.path,
             trust_remote_code=settings.model.trust_remote_code,
             chat_template=settings.chat_template,
         )
-        self.model = load_policy(settings.model)
+        self.model = load_policy(settings.model) if model is None else model
         self.engine = TorchEngine(self.model, settings.optimizer, self.comm)
         self.hybrid = OneDeviceHybrid(self.model, self._make_rollout_engine, lambda: self.engine.version)
         self.loss = settings.loss
@@ -80,7 +91,13 @@ class Actor(TrainedWorker):
         return DataProto.from_dict(tensors=grids, non_tensors={"sample_id": batch.non_tensor_batch["sample_id"]})
 
     def _log_probs(self, micro: DataProto, with_entropy: bool = False):
-        return log_probs(self.model, micro, temperature=self.settings.temperature, with_entropy=with_entropy)
+        return log_probs(
+            self.model,
+            micro,
+            temperature=self.settings.temperature,
+            with_entropy=with_entropy,
+            entropy_gradient=self.loss.entropy_coeff != 0,
+        )
 
     @register(Dispatch.DP_PLAN, mode="train")
     def update(self, batch: DataProto, plan: MiniBatchPlan) -> Metrics:
@@ -97,6 +114,9 @@ class Actor(TrainedWorker):
             report = self.engine.train_step(micros, lambda micro, mini=mini: self._loss(micro, mini))
             self.record(metrics, report, len(plan.mini_batches))
             metrics.add("actor/skipped_rows", float(skipped), reduce="sum")
+            if not micros:  # every advantage is zero, and so are the losses
+                for name in ("actor/pg_loss", "actor/loss"):
+                    metrics.add(name, 0.0, reduce="sum")
         self.engine.schedule_step()
         return metrics
 
@@ -149,11 +169,21 @@ class Actor(TrainedWorker):
             )
             metrics.add("actor/pg_loss", float(loss.detach()), reduce="sum")
             if entropy is not None:
-                term, more = entropy_loss(entropy, mask, config.loss_agg_mode)
-                loss = loss - config.entropy_coeff * term
+                term, more = entropy_loss(
+                    entropy, mask, config.loss_agg_mode, loss_scale_factor=config.loss_scale_factor
+                )
+                if config.entropy_coeff != 0:
+                    loss = loss - config.entropy_coeff * term
                 metrics.merge(more)
             if config.use_kl_loss:
-                term, more = kl_loss(log_prob, tensors["ref_log_prob"], mask, config.loss_agg_mode, config.kl_loss_type)
+                term, more = kl_loss(
+                    log_prob,
+                    tensors["ref_log_prob"],
+                    mask,
+                    config.loss_agg_mode,
+                    config.kl_loss_type,
+                    loss_scale_factor=config.loss_scale_factor,
+                )
                 loss = loss + config.kl_loss_coef * term
                 metrics.merge(more)
                 metrics.add("actor/kl_coef", config.kl_loss_coef, reduce="last")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from verl.algorithms.aggregation import use_counts
 from verl.algorithms.value_loss import value_loss
@@ -22,9 +23,9 @@ class Critic(TrainedWorker):
 
     role = "critic"
 
-    def __init__(self, settings: CriticSettings):
+    def __init__(self, settings: CriticSettings, *, model: nn.Module | None = None):
         self.settings = settings
-        self.model = load_value_model(settings.model)
+        self.model = load_value_model(settings.model) if model is None else model
         self.engine = TorchEngine(self.model, settings.optimizer, self.comm)
 
     @register(Dispatch.DP_COMPUTE_PROTO, mode="train")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedModel
+
 from verl.models.policy import load_policy, log_probs
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Worker, register
@@ -12,9 +14,9 @@ from verl.workers.settings import ReferenceSettings
 class Reference(Worker):
     """Log-probs under the weights that training started from."""
 
-    def __init__(self, settings: ReferenceSettings):
+    def __init__(self, settings: ReferenceSettings, *, model: PreTrainedModel | None = None):
         self.settings = settings
-        self.model = load_policy(settings.model, frozen=True)
+        self.model = load_policy(settings.model, frozen=True) if model is None else model
 
     @register(Dispatch.DP_COMPUTE_PROTO, mode="train")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:

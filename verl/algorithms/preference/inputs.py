@@ -30,7 +30,8 @@ def _check_rows(inputs: Any, first: str) -> None:
 
 def _map(inputs: _Rows, function: Callable[[Tensor], Tensor]) -> _Rows:
     changed = {item.name: getattr(inputs, item.name) for item in fields(inputs)}
-    return replace(inputs, **{name: None if value is None else function(value) for name, value in changed.items()})
+    values: dict[str, Any] = {name: None if value is None else function(value) for name, value in changed.items()}
+    return replace(inputs, **values)
 
 
 def _cleaned(inputs: _Rows) -> _Rows:
@@ -41,9 +42,8 @@ def _cleaned(inputs: _Rows) -> _Rows:
         value = upcast(value) if value.is_floating_point() else value
         if valid is None or value.dtype == torch.bool:
             return value
-        return torch.where(
-            valid, value, torch.ones_like(value) if not value.is_floating_point() else value.new_zeros(())
-        )
+        filling = torch.zeros_like(value) if value.is_floating_point() else torch.ones_like(value)
+        return torch.where(valid, value, filling)
 
     return _map(inputs, clean)
 

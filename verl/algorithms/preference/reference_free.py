@@ -1,6 +1,8 @@
-"""Losses of pairs without a reference model. p_c and p_r are log pi(chosen) and log pi(rejected), per token or summed."""
+"""Losses of pairs without a reference model; p_c and p_r are log pi(chosen) and log pi(rejected)."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -30,11 +32,9 @@ def cpo(x: PairLogps, s: PreferenceSettings, stats: Stats) -> Tensor:
 def log1mexp(values: Tensor) -> Tensor:
     """log(1 - exp(v)) for v < 0, exact near 0 and far from it."""
     values = values.clamp(max=HIGHEST_LOG_PROB)
-    near = values > -0.6931472
-    # each branch gets values that are safe for it, so that no NaN reaches the gradient of the other
-    close = torch.log(-torch.expm1(torch.where(near, values, torch.full_like(values, -0.5))))
-    far = torch.log1p(-torch.exp(torch.where(near, torch.full_like(values, -1.0), values)))
-    return torch.where(near, close, far)
+    near = torch.log(-torch.expm1(values))
+    far = torch.log1p(-torch.exp(values))
+    return torch.where(values > -math.log(2), near, far)
 
 
 @register_preference_loss("orpo", needs_reference=False, average=True)

@@ -19,8 +19,8 @@ def bradley_terry(
 ) -> Tensor:
     """(B,) -log s(chosen - rejected - margin) + coefficient * (chosen + rejected)^2.
 
-    Bradley-Terry; the margin of Llama 2, arXiv:2307.09288, eq. 2; centering as in arXiv:2312.09244, which fixes the free
-    constant of the scores at about 0. Raises ConfigError for a negative coefficient.
+    Bradley-Terry; the margin of Llama 2, arXiv:2307.09288, eq. 2; centering as in arXiv:2312.09244, which fixes the
+    free constant of the scores at about 0. Raises ConfigError for a negative coefficient.
     """
     if not (math.isfinite(center_rewards_coefficient) and center_rewards_coefficient >= 0):
         raise ConfigError(f"center_rewards_coefficient={center_rewards_coefficient}: must be at least 0")
@@ -39,8 +39,8 @@ def reward_model_loss(
 ) -> tuple[Tensor, Metrics]:
     """A micro-batch of B pairs of scores: sum of `bradley_terry` / ``rows`` (pairs of the whole mini-batch).
 
-    ``valid`` (B,) is False for filling rows. Metrics: ``rewards/{chosen,rejected,margins,accuracies}``, means over pairs
-    (an equal pair counts as wrong), and ``rewards/{max,min}`` over all scores.
+    ``valid`` (B,) is False for filling rows. Metrics: ``rewards/{chosen,rejected,margins,accuracies}``, means over
+    pairs (an equal pair counts as wrong), and ``rewards/{max,min}`` over all scores.
     """
     if valid is not None:
         chosen, rejected = (torch.where(valid, scores, torch.zeros_like(scores)) for scores in (chosen, rejected))

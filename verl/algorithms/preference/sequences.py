@@ -1,4 +1,4 @@
-"""From log-probs of tokens to numbers a row. Grids are (N, R): N responses, R positions, trained where the mask is 1."""
+"""From log-probs of tokens to numbers a row. Grids are (N, R): N responses, R positions, trained at mask 1."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pair_logps(
 ) -> PairLogps:
     """The (B,) inputs of a pair loss from the (2B, R) grids of a batch whose rows are sides of pairs.
 
-    ``valid`` (B,) marks real pairs, in the order of ``rows.ids``. Pairs without a trained token on a side are not valid.
+    ``valid`` (B,) marks real pairs, in the order of ``rows.ids``. A pair with a side without trained tokens is not one.
     """
     mask = as_mask(response_mask)
     lengths = mask.sum(dim=-1)

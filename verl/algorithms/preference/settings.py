@@ -64,9 +64,7 @@ class PreferenceSettings:
         if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
             problems.append(f"ld_alpha={self.ld_alpha}: must be between 0 and 1, or null")
         if self.ld_alpha is not None and loss.frame == "pair" and self.average:
-            problems.append(
-                f"ld_alpha weighs summed log-probs, but loss_type={self.loss_type} averages: use one of them"
-            )
+            problems.append(f"ld_alpha weighs summed log-probs, but loss_type={self.loss_type} averages: drop ld_alpha")
         problems += self._smoothing_problems()
         problems += self._unused_problems()
         return problems

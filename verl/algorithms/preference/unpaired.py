@@ -19,7 +19,7 @@ def _signed(x: UnpairedLogps, values: Tensor) -> Tensor:
 
 
 def _weighted(x: UnpairedLogps, s: PreferenceSettings, losses: Tensor) -> Tensor:
-    return losses * torch.where(x.label, s.desirable_weight, s.undesirable_weight)
+    return torch.where(x.label, s.desirable_weight * losses, s.undesirable_weight * losses)
 
 
 def prepare_kto(x: UnpairedLogps, s: PreferenceSettings, running: RunningMean) -> tuple[Stats, RunningMean]:

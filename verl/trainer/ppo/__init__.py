@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from verl.config import Config
-from verl.dataflow import Dataflow, Node
+from verl.dataflow import Dataflow, Loop, Node
 from verl.protocol import DataProto
 from verl.trainer import nodes
 from verl.trainer.ppo.keys import OUTPUTS, ROLLOUT, SCORES, SEQUENCE, STATE, Keys
@@ -17,14 +17,31 @@ from verl.trainer.settings import train_sampling, validation_sampling
 
 def ppo(roles: Roles, config: Config, source: Callable[[int], DataProto | None]) -> Dataflow:
     """The training step. ``source(k)`` draws more prompts where dynamic sampling is on."""
-    k, n, refill = Keys(config), config.actor_rollout_ref.rollout.n, config.algorithm.filter_groups
-    warm = config.trainer.critic_warmup
-    kl, mask = roles.kl_controller, k.rename
-    bind = partial(partial, config=config)
-    one_draw = rollout_nodes(roles, roles.prompt_columns, n, train_sampling(config))
+    refill = config.algorithm.filter_groups
+    return Dataflow(
+        *rollout_half(roles, config, source),
+        *update_half(roles, config),
+        inputs=prompt_inputs(roles.prompt_columns),
+        state=STATE,
+        outputs=OUTPUTS,
+        staleness={"actor.weights": 1} if refill.enable and refill.carry else None,
+    )
+
+
+def rollout_half(roles: Roles, config: Config, source: Callable[[int], DataProto | None]) -> list[Node | Loop]:
+    """From prompts to scored samples."""
+    one_draw = rollout_nodes(roles, roles.prompt_columns, config.actor_rollout_ref.rollout.n, train_sampling(config))
+    return [
+        *([dynamic_sampling(roles, config, source)] if config.algorithm.filter_groups.enable else one_draw),
+        *(greedy_baseline(roles, config) if Keys(config).baseline else []),
+    ]
+
+
+def update_half(roles: Roles, config: Config) -> list[Node]:
+    """From scored samples to new weights."""
+    k, warm, kl = Keys(config), config.trainer.critic_warmup, roles.kl_controller
+    mask, bind = k.rename, partial(partial, config=config)
     table = [
-        *([dynamic_sampling(roles, config, source)] if refill.enable else one_draw),
-        *(greedy_baseline(roles, config) if k.baseline else []),
         k.old and Node("old_logp", roles.old_log_prob, SEQUENCE, k.old, reads=["actor.weights"], pool="actor"),
         k.ref and Node("ref_logp", roles.ref_log_prob, SEQUENCE, k.ref, reads=["ref.weights"], pool="actor"),
         k.values and Node("values", roles.values, SEQUENCE, k.values, reads=["critic.weights"], pool="actor"),
@@ -39,13 +56,7 @@ def ppo(roles: Roles, config: Config, source: Callable[[int], DataProto | None])
              when=(lambda step: step > warm) if warm else None),
         Node("metrics", bind(nodes.batch_metrics), k.measured),
     ]  # fmt: skip
-    return Dataflow(
-        *(node or None for node in table),
-        inputs=prompt_inputs(roles.prompt_columns),
-        state=STATE,
-        outputs=OUTPUTS,
-        staleness={"actor.weights": 1} if refill.enable and refill.carry else None,
-    )
+    return [node for node in table if node]
 
 
 def validation_flow(roles: Roles, config: Config, columns: Sequence[str]) -> Dataflow:

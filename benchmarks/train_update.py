@@ -1,0 +1,163 @@
+"""Speed and memory of the policy update on one GPU: packed rows, flash attention, fused log-prob, fp32 masters.
+
+    python benchmarks/train_update.py --shape 0.5b 1.5b [--compile] [--profile]
+
+Random weights in the shape of Qwen2.5 and 256 rows of 64 to 384 tokens, each of another prompt, so that every token is
+real work. MFU is 6 N T over the card's measured bf16 matrix rate (``--peak``, FLOP/s), N with the output layer counted
+once if tied; attention and recomputation are not counted. One step = forward, backward and AdamW on fp32 masters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from verl.metrics import Metrics
+from verl.models.packing import pack
+from verl.models.policy import log_probs, prepare_policy
+from verl.models.settings import ModelSettings
+from verl.protocol import DataProto
+from verl.train_engine.microbatch import micro_batches
+from verl.train_engine.torch_engine import OptimizerSettings, TorchEngine
+
+SHAPES = {
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+}
+
+
+def make_policy(shape: str, arguments: argparse.Namespace) -> torch.nn.Module:
+    config = Qwen2Config(
+        **SHAPES[shape],
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    settings = ModelSettings(
+        "random",
+        dtype="bfloat16",
+        device="cuda",
+        kernel=arguments.attention,
+        compile_layers=arguments.compile,
+        gradient_checkpointing=arguments.checkpointing,
+    )
+    return prepare_policy(model, settings)
+
+
+def make_batch(rows: int, low: int, high: int, prompt: int, samples: int = 1) -> DataProto:
+    """Rows of ``low`` to ``high`` tokens, the first ``prompt`` of them prompt; ``samples`` rows share a prompt."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(low, high + 1, (rows,), generator=generator) - prompt
+    width = int(lengths.max())
+    prompts = torch.randint(0, 151000, (rows // samples, prompt), generator=generator).repeat_interleave(samples, 0)
+    responses = torch.randint(0, 151000, (rows, width), generator=generator)
+    mask = (torch.arange(width)[None] < lengths[:, None]).long()
+    return DataProto.from_dict(
+        tensors={
+            "prompts": prompts,
+            "responses": responses,
+            "response_mask": mask,
+            "attention_mask": torch.cat([torch.ones_like(prompts), mask], 1),
+        },
+    )
+
+
+def timed(step, count: int) -> list[float]:
+    seconds = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def measure(shape: str, arguments: argparse.Namespace) -> dict[str, object]:
+    torch.cuda.reset_peak_memory_stats()
+    model = make_policy(shape, arguments)
+    engine = TorchEngine(model, OptimizerSettings(lr=1e-6))
+    batch = make_batch(256, 64, 384, 32, arguments.samples)
+    lengths = batch.batch["attention_mask"].sum(1).numpy()
+    groups = np.arange(256) // arguments.samples
+    parts = micro_batches(np.arange(256), lengths, groups, max_tokens=arguments.tokens)
+    micros = [batch.select_idxs(part) for part in parts]
+    real = sum(pack(micro).num_tokens for micro in micros)
+    total = int(lengths.sum())
+
+    def loss_of(micro):
+        value, _ = log_probs(model, micro)
+        return -value.sum() / total, Metrics()
+
+    def step():
+        engine.train_step(micros, loss_of)
+
+    warm = timed(step, 2)
+    seconds = timed(step, arguments.steps)
+    if arguments.profile:
+        profile(step)
+    middle = statistics.median(seconds)
+    parameters = sum(p.numel() for p in model.parameters())
+    return {
+        "shape": shape,
+        "attention": model.config._attn_implementation,
+        "compiled": arguments.compile,
+        "micro_batches": len(micros),
+        "tokens": total,
+        "computed_tokens": real,
+        "warm_s": [round(s, 2) for s in warm],
+        "step_s": round(middle, 4),
+        "spread_s": [round(min(seconds), 4), round(max(seconds), 4)],
+        "tokens_per_s": round(total / middle),
+        "mfu": round(6 * parameters * real / middle / arguments.peak, 4),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+    }
+
+
+def profile(step) -> None:
+    """Print where the GPU's time of one step goes."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    with torch_profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        step()
+        torch.cuda.synchronize()
+    events = [e for e in trace.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
+    events.sort(key=lambda e: -e.self_device_time_total)
+    whole = sum(e.self_device_time_total for e in events)
+    print(f"kernels: {whole / 1e3:.1f} ms in all")
+    for e in events[:28]:
+        print(f"{e.self_device_time_total / 1e3:8.2f} ms {e.count:6d} x {e.key[:100]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", nargs="+", default=["0.5b", "1.5b"], choices=list(SHAPES))
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens a micro-batch")
+    parser.add_argument("--samples", type=int, default=1, help="rows that share a prompt")
+    parser.add_argument("--attention", default="varlen", choices=["varlen", "sdpa", "flash_attn"])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--peak", type=float, default=790e12)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    print(torch.__version__, transformers.__version__, torch.cuda.get_device_name(), flush=True)
+    for shape in arguments.shape:
+        print(json.dumps(measure(shape, arguments)), flush=True)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The paged key-value cache: one tensor for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a page of the cache holds: ``layers`` layers of ``heads`` key-value heads of ``size`` numbers."""
+
+    layers: int
+    heads: int
+    size: int
+    page_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layers * 2 * self.page_size * self.heads * self.size * self.dtype.itemsize
+
+
+class PagedCache:
+    """(layers, 2, pages, page_size, G, D) keys and values. Page 0 belongs to nobody."""
+
+    def __init__(self, shape: CacheShape):
+        self.shape = shape
+        self.data: torch.Tensor | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that sequences can own."""
+        return 0 if self.data is None else self.data.shape[2] - 1
+
+    def allocate(self, num_pages: int) -> None:
+        """Take memory for ``num_pages`` pages; what the old ones held is kept (also if it is never looked at)."""
+        s = self.shape
+        old = self.data
+        self.data = torch.zeros(
+            s.layers, 2, num_pages + 1, s.page_size, s.heads, s.size, dtype=s.dtype, device=s.device
+        )
+        if old is not None:
+            self.data[:, :, : old.shape[2]] = old
+
+    def release(self) -> None:
+        self.data = None
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole pages (from, to), in every layer."""
+        if pairs:
+            assert self.data is not None
+            source, target = torch.tensor(pairs, device=self.data.device).unbind(1)
+            self.data[:, :, target] = self.data[:, :, source]
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(pages, page_size, G, D) keys and values of one layer."""
+        assert self.data is not None
+        return self.data[layer, 0], self.data[layer, 1]

@@ -1,0 +1,91 @@
+"""Drawing for rows with parameters of their own, all on the device and without a look of the host.
+
+Dimension key: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from verl.rollout.native.sequence import Sequence
+from verl.rollout.sampling import gumbel_noise
+
+FIELDS = ("temperature", "noisy", "seed", "step", "top_k", "top_p", "min_p")
+
+
+@dataclass
+class RowSampling:
+    """(B,) tensors: ``temperature`` (1 for greedy rows), ``noisy`` (0 for greedy rows), ``seed``, ``step`` (place in
+    the response), ``top_k`` (V for all), ``top_p``, ``min_p``."""
+
+    temperature: torch.Tensor
+    noisy: torch.Tensor
+    seed: torch.Tensor
+    step: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+    @staticmethod
+    def empty(rows: int, device: torch.device) -> RowSampling:
+        whole, real = torch.int32, torch.float32
+        kinds = (real, whole, whole, whole, torch.int64, real, real)
+        return RowSampling(*(torch.ones(rows, dtype=kind, device=device) for kind in kinds))
+
+    def fill(self, rows: list[Sequence], vocabulary: int) -> None:
+        """Write the parameters of ``rows`` to the first places."""
+        params = [row.request.params for row in rows]
+        columns = {
+            "temperature": [1.0 if p.greedy else p.temperature for p in params],
+            "noisy": [int(not p.greedy) for p in params],
+            "seed": [row.request.seed for row in rows],
+            "step": [len(row.tokens) for row in rows],
+            "top_k": [p.top_k if 0 < p.top_k < vocabulary and not p.greedy else vocabulary for p in params],
+            "top_p": [1.0 if p.greedy else p.top_p for p in params],
+            "min_p": [0.0 if p.greedy else p.min_p for p in params],
+        }
+        for name in FIELDS:
+            target = getattr(self, name)
+            values = torch.from_numpy(np.array(columns[name])).to(target.dtype)
+            target[: len(rows)].copy_(values, non_blocking=True)
+
+    def first(self, rows: int) -> RowSampling:
+        return RowSampling(*(getattr(self, name)[:rows] for name in FIELDS))
+
+
+def filter_rows(scaled: torch.Tensor, rows: RowSampling) -> torch.Tensor:
+    """What top-k, min-p and top-p exclude becomes -inf: :func:`verl.rollout.sampling.filter_logits` row by row."""
+    vocabulary = scaled.shape[1]
+    ordered, order = scaled.sort(dim=-1, descending=True)
+    kth = ordered.gather(1, (rows.top_k - 1).clamp(max=vocabulary - 1)[:, None])
+    lowest = torch.maximum(torch.where(rows.top_k[:, None] < vocabulary, kth, -float("inf")),
+                           ordered[:, :1] + torch.log(rows.min_p)[:, None])  # fmt: skip
+    ordered = ordered.masked_fill(ordered < lowest, -float("inf"))
+    probability = ordered.softmax(-1)
+    drop = (probability.cumsum(-1) - probability >= rows.top_p[:, None]) & (rows.top_p[:, None] < 1)
+    drop[:, 0] = False
+    drop |= ordered == -float("inf")
+    return scaled.masked_fill(torch.zeros_like(drop).scatter_(1, order, drop), -float("inf"))
+
+
+def draw_per_row(
+    logits: torch.Tensor, rows: RowSampling, *, filtered: bool, triton: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(B,) tokens, log-probs under the temperature distribution, and under the filtered one (NaN without a filter)."""
+    if not filtered and triton:
+        from verl.rollout.native.sampling_kernels import draw_rows
+
+        tokens, log_probs = draw_rows(logits, rows.temperature, rows.noisy, rows.seed, rows.step)
+        return tokens, log_probs, torch.full_like(log_probs, float("nan"))
+    scaled = logits.float() / rows.temperature[:, None]
+    allowed = filter_rows(scaled, rows) if filtered else scaled
+    noise = gumbel_noise(rows.seed, rows.step, logits.shape[1])
+    tokens = torch.where(rows.noisy[:, None] > 0, allowed + noise, allowed).argmax(-1)
+    chosen = scaled.gather(1, tokens[:, None])[:, 0]
+    log_probs = chosen - scaled.logsumexp(-1)
+    is_filtered = (rows.top_k < logits.shape[1]) | (rows.top_p < 1) | (rows.min_p > 0)
+    sampled = torch.where(is_filtered, chosen - allowed.logsumexp(-1), float("nan"))
+    return tokens, log_probs, sampled
