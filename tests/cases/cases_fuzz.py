@@ -13,7 +13,7 @@ from verl.errors import VerlError
 
 LONG = bool(os.environ.get("VERL_FUZZ"))
 FACTOR = 50
-"""``make fuzz`` draws this many times more inputs, with other seeds each time (hypothesis prints those of a failure)."""
+"""``make fuzz`` draws this many times more inputs, with other seeds each time (hypothesis prints that of a failure)."""
 
 
 def fuzz(examples: int) -> Callable[[Any], Any]:
@@ -40,7 +40,9 @@ def refused(action: Callable[[], Any]) -> tuple[Any, str | None]:
 
 texts = st.one_of(
     st.text(max_size=20),
-    st.sampled_from(["", " ", "\n", "None", "nan", "#### 42", "x" * 5000, "\x00", "\ufeff", "\u2028", "答", "é" * 3, "a b  c "]),
+    st.sampled_from(
+        ["", " ", "\n", "None", "nan", "#### 42", "x" * 5000, "\x00", "\ufeff", "\u2028", "答", "é" * 3, "a b  c "]
+    ),
 )
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), texts)
 values = st.recursive(

@@ -96,7 +96,7 @@ def test_B24_an_observation_is_no_step_of_gae():
     assert advantages.tolist() == [[0.5, 0.0, 1.0]]
 
 
-@pytest.mark.parametrize("name", [n for n in registered_names()[0]])
+@pytest.mark.parametrize("name", list(registered_names()[0]))
 def test_B25_a_terminal_reward_on_a_masked_token_is_not_lost(name):
     """The first row's episode ends with tool output; the second row has reward 0."""
     moved = batch_of([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]], [[1, 1, 0], [1, 1, 0]])

@@ -93,7 +93,7 @@ def test_B68_a_tracker_that_names_nothing_falls_back_aloud(tmp_path, tracker):
     file.unlink() if tracker is None else file.write_text(tracker)
     assert store.find() == tmp_path / "global_step_4"
     assert any("global_step_4" in line for line in notices.seen())
-    with pytest.raises(CheckpointError, match="global_step_5.*global_step_4"):
+    with pytest.raises(CheckpointError, match=r"global_step_5.*global_step_4"):
         store.find("resume_path", tmp_path / "global_step_5")
 
 

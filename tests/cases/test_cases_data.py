@@ -64,7 +64,7 @@ def test_B45_a_template_that_raises_is_told_and_all_failing_is_an_error():
     assert any(
         "failed on 1 of 10 rows" in line and "no such turn" in line and "row 4" in line for line in notices.seen()
     )
-    with pytest.raises(DataError, match="failed on 2 of 2 rows.*no such turn"):
+    with pytest.raises(DataError, match=r"failed on 2 of 2 rows.*no such turn"):
         PromptDataset([{"prompt": chat[4]}] * 2, tokenizer, filter_overlong_prompts=True)
 
 

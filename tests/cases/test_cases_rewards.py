@@ -31,7 +31,7 @@ def test_B52_a_batch_function_must_return_one_value_a_row(returned):
     def judge(batch):
         return returned
 
-    with pytest.raises(RewardError, match="judge.*(expected 4|must return 4)"):
+    with pytest.raises(RewardError, match=r"judge.*(expected 4|must return 4)"):
         score(judge, ["good"] * 4)
 
 
@@ -259,5 +259,5 @@ def test_an_accuracy_that_is_no_number_is_told_by_the_group_filter(acc):
 
     assert len(filter_groups(scored(True, 0), metric="acc")) == 2
     assert len(filter_groups(scored(1, True), metric="acc")) == 0
-    with pytest.raises(RewardError, match="filter_groups.metric=acc"):
+    with pytest.raises(RewardError, match=r"filter_groups\.metric=acc"):
         filter_groups(scored(1.0, acc), metric="acc")

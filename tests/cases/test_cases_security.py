@@ -43,7 +43,9 @@ def mark(tmp_path):
 def test_a_pickle_in_place_of_any_file_of_a_checkpoint_does_nothing(tiny_model_dir, tmp_path, mark):
     """Whatever file is replaced, resuming refuses it or does not read it."""
     run = tmp_path / "run"
-    trainer = make_trainer(tiny_model_dir, run, algorithm="ppo", trainer__total_training_steps=1, trainer__save_final=True)
+    trainer = make_trainer(
+        tiny_model_dir, run, algorithm="ppo", trainer__total_training_steps=1, trainer__save_final=True
+    )
     trainer.fit()
     step = run / "global_step_1"
     names = sorted(path.relative_to(step) for path in step.rglob("*") if path.is_file())
@@ -84,7 +86,10 @@ def test_no_code_of_ours_unpickles_what_may_come_from_outside():
     found = set()
     for file in root.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
-        if re.search(r"pickle\.loads?\(|Unpickler|weights_only=False|allow_pickle=True|\beval\(\w*(text|input)|yaml\.load\(", text):
+        if re.search(
+            r"pickle\.loads?\(|Unpickler|weights_only=False|allow_pickle=True|\beval\(\w*(text|input)|yaml\.load\(",
+            text,
+        ):
             found.add(file.relative_to(root).as_posix())
         assert not re.search(r"torch\.load\((?!.*weights_only=True)", text), file
     assert found <= allowed

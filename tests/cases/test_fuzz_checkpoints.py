@@ -1,4 +1,4 @@
-"""Checkpoints from outside: cut, changed, with parts missing, of another model: refused with a message or read right."""
+"""Checkpoints from outside: cut, changed, parts missing, of another model: refused with a message or read right."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def saved(tiny_model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     trainer = make_trainer(tiny_model_dir, folder, trainer__total_training_steps=1, trainer__save_final=True)
     trainer.fit()
-    rows = DataProto.from_dict(tensors={"x": torch.arange(4)}, non_tensors={"uid": ["a", "b", "c", "d"]}, meta_info={"k": [1, None]})
+    rows = DataProto.from_dict(
+        tensors={"x": torch.arange(4)}, non_tensors={"uid": ["a", "b", "c", "d"]}, meta_info={"k": [1, None]}
+    )
     write_protos(folder / "global_step_1" / "train_state", {"left.prompt": rows})
     list_again(folder)
     return Saved(folder, weights(trainer))
@@ -90,7 +92,9 @@ def files_below(folder):
 def test_a_changed_checkpoint_is_found_whole_or_not_at_all(saved, data):
     """Whatever happened to its files, the store gives a complete checkpoint, None with a notice, or a message."""
     folder = saved.copy("found")
-    path = data.draw(st.sampled_from([*files_below(folder / "global_step_1"), folder / "latest_checkpointed_iteration.txt"]))
+    path = data.draw(
+        st.sampled_from([*files_below(folder / "global_step_1"), folder / "latest_checkpointed_iteration.txt"])
+    )
     before = path.read_bytes()
     change(data, path)
     store, message = refused(lambda: CheckpointStore(folder, keep_last=1, keep_best=True))
@@ -121,7 +125,7 @@ def test_a_run_resumes_from_a_changed_state_or_says_why_not(saved, tiny_model_di
     state = folder / "global_step_1" / "train_state"
     change(data, data.draw(st.sampled_from(files_below(state))))
     list_again(folder)
-    trainer, message = refused(lambda: make_trainer(tiny_model_dir, folder, trainer__total_training_steps=2))
+    trainer, _message = refused(lambda: make_trainer(tiny_model_dir, folder, trainer__total_training_steps=2))
     if trainer is not None:
         now = weights(trainer)
         assert all(torch.equal(value, now[name]) for name, value in saved.live.items())
@@ -138,7 +142,9 @@ def test_a_changed_model_folder_is_refused_or_loads_as_it_was(saved, tiny_model_
     shutil.copytree(tiny_model_dir, folder)
     path = data.draw(st.sampled_from(files_below(folder)))
     change(data, path)
-    trainer, _ = refused(lambda: make_trainer(folder, folder / "run", algorithm=data.draw(st.sampled_from(["grpo", "ppo"]))))
+    trainer, _ = refused(
+        lambda: make_trainer(folder, folder / "run", algorithm=data.draw(st.sampled_from(["grpo", "ppo"])))
+    )
     if trainer is not None:
         if path.name == "model.safetensors":
             assert path.stat().st_size == (tiny_model_dir / path.name).stat().st_size

@@ -17,10 +17,11 @@ KEYS = [*LEAVES, *RENAMES, "data", "algorithm.kl_ctrl", "actor_rollout_ref", "no
 keys = st.sampled_from(KEYS)
 spellings = st.one_of(
     st.sampled_from(
-        ["1", "0", "-1", "true", "null", "[]", "{}", "[1,2]", "{a: 1}", "1e-6", "nan", "inf", "-inf", "1e999", "''", '"', "'",
-         "\\", "${data.seed}", "${nope}", "${oc.env:NOPE}", "${data.train_files}", "a,b", "range(3)", "choice(a,b)",
-         "glob(*)", "~/x", "$HOME", "$NOPE/x", "9" * 400, "???", "grpo", "auto", "=", "a=b", " ", "(", "[", "{", "*", "%",
-         "\n", "\x00", "答", "int(3)", "str([1])", "float(nan)", "1_000", "0x10", "007", "!!python/object:os.system"]
+        ["1", "0", "-1", "true", "null", "[]", "{}", "[1,2]", "{a: 1}", "1e-6", "nan", "inf", "-inf", "1e999",
+         "''", '"', "'", "\\", "${data.seed}", "${nope}", "${", "${oc.env:NOPE}", "${data.train_files}", "a,b",
+         "range(3)", "choice(a,b)", "glob(*)", "~/x", "$HOME", "$NOPE/x", "???", "grpo", "auto", "=", "a=b",
+         " ", "(", "[", "{", "*", "%", "\n", "\x00", "答", "int(3)", "str([1])", "float(nan)", "1_000", "0x10",
+         "007", "!!python/object:os.system", "9" * 400]
     ),
     st.text(max_size=12),
     st.integers().map(str),
@@ -62,7 +63,7 @@ def check_types(config):
 @given(drawn=st.lists(overrides, max_size=3))
 @fuzz(250)
 def test_any_overrides(drawn):
-    config, message = refused(lambda: load_config(drawn))
+    config, _message = refused(lambda: load_config(drawn))
     if config is not None:
         check_types(config)
         refused(lambda: used(config))
@@ -81,7 +82,10 @@ def test_any_value_for_any_option(key, value):
         assert get(config, key) == value or str(get(config, key)).lower() == str(value).lower()
 
 
-@given(content=values | st.dictionaries(keys, values, max_size=3), raw=st.none() | st.binary(max_size=40) | texts.map(lambda t: t.encode("utf-8", "replace")))
+@given(
+    content=values | st.dictionaries(keys, values, max_size=3),
+    raw=st.none() | st.binary(max_size=40) | texts.map(lambda t: t.encode("utf-8", "replace")),
+)
 @fuzz(100)
 def test_any_file(tmp_path_factory, content, raw):
     file = tmp_path_factory.getbasetemp() / "drawn.yaml"

@@ -110,13 +110,17 @@ def text_array(pieces: list[bytes | None], large: bool = False) -> pa.Array:
 
 def columns(length):
     """Arrays of ``length`` rows of many Arrow types."""
-    raw = st.lists(st.none() | st.binary(max_size=8) | st.text(max_size=8).map(str.encode), min_size=length, max_size=length)
+    raw = st.lists(
+        st.none() | st.binary(max_size=8) | st.text(max_size=8).map(str.encode), min_size=length, max_size=length
+    )
 
     def of(kind, strategy):
         return st.lists(st.none() | strategy, min_size=length, max_size=length).map(lambda items: pa.array(items, kind))
 
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
-    chat = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", None]), "content": st.text(max_size=5)}), max_size=3)
+    chat = st.lists(
+        st.fixed_dictionaries({"role": st.sampled_from(["user", None]), "content": st.text(max_size=5)}), max_size=3
+    )
     return st.one_of(
         raw.map(text_array),
         raw.map(lambda pieces: text_array(pieces, large=True)),
@@ -141,8 +145,10 @@ def tables(draw):
     length = draw(st.integers(0, 3))
     names = draw(
         st.lists(
-            st.sampled_from(["prompt", "question", "answer", "messages", "chosen", "rejected", "data_source", "reward_model",
-                             "extra_info", "ground_truth", "uid", "instruction", "output", "__index_level_0__"]),
+            st.sampled_from(
+                ["prompt", "question", "answer", "messages", "chosen", "rejected", "data_source", "reward_model",
+                 "extra_info", "ground_truth", "uid", "instruction", "output", "__index_level_0__"]
+            ),
             unique=True, max_size=4,
         )
     )  # fmt: skip
@@ -188,7 +194,10 @@ def test_empty_files_and_folders(tmp_path, ending):
         assert data is None and str(place) in message
 
 
-@given(item=values | scalars, source=scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.text(max_size=2), scalars, max_size=1))
+@given(
+    item=values | scalars,
+    source=scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.text(max_size=2), scalars, max_size=1),
+)
 @fuzz(60)
 def test_ground_truths_and_data_sources_of_any_type_reach_the_scorer(item, source):
     data, message = use([{"prompt": "p", "data_source": source, "reward_model": {"ground_truth": item}}])

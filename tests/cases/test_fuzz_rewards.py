@@ -30,7 +30,9 @@ class Odd:
 
 rubbish = st.one_of(
     values,
-    st.sampled_from([Odd(), 10**400, Fraction(1, 3), 1 + 2j, b"1", {1}, math.nan, -math.inf, np.float16(1), np.bool_(True)]),
+    st.sampled_from(
+        [Odd(), 10**400, Fraction(1, 3), 1 + 2j, b"1", {1}, math.nan, -math.inf, np.float16(1), np.bool_(True)]
+    ),
     st.floats(width=32).map(np.float32),
     st.lists(st.floats(width=32), max_size=3).map(np.array),
     st.floats(width=32).map(torch.tensor),
@@ -104,7 +106,9 @@ def test_functions_that_hang_crash_print_and_fork_cost_only_their_own_row(acts):
     assert metrics["reward/failed"] == len(acts) - len(RIGHT) and metrics["reward/timeouts"] == 2
 
 
-names = st.sampled_from(["solution_str", "ground_truth", "data_source", "extra_info", "batch", "solution_strs", "x", "self"])
+names = st.sampled_from(
+    ["solution_str", "ground_truth", "data_source", "extra_info", "batch", "solution_strs", "x", "self"]
+)
 
 
 @given(
@@ -123,14 +127,16 @@ def test_any_signature_is_understood_or_refused_before_it_is_called(given_names,
     if function is None:
         assert "judge" in message
         return
-    offered = {"row": dict.fromkeys(["data_source", "solution_str", "ground_truth", "extra_info"])}.get(function.style, {})
+    offered = {"row": dict.fromkeys(["data_source", "solution_str", "ground_truth", "extra_info"])}.get(
+        function.style, {}
+    )
     if function.style == "columns":
         offered = dict.fromkeys(["data_sources", "solution_strs", "ground_truths", "extra_infos"])
     first = (None,) if function.style == "view" else ()
     assert function.fn(*first, **{**function.accepted(offered), **function.kwargs}) == 1.0
 
 
-numbers = st.integers(-10**6, 10**6)
+numbers = st.integers(-(10**6), 10**6)
 noise = st.text(alphabet=st.sampled_from("#$ .,-−*\\boxed{}:=\n0123456789abc%答"), max_size=30)
 
 
@@ -145,7 +151,11 @@ def test_gsm8k_finds_the_number_after_the_last_marker(number, before, after):
         assert compute_score(answer, str(number + 1)) == 0.0
 
 
-@given(response=noise | texts, gold=values, source=st.sampled_from(["openai/gsm8k", "verl/arithmetic", "verl/reference", "alien"]) | values)
+@given(
+    response=noise | texts,
+    gold=values,
+    source=st.sampled_from(["openai/gsm8k", "verl/arithmetic", "verl/reference", "alien"]) | values,
+)
 @fuzz(200)
 def test_the_rule_scorers_give_a_number_from_0_to_1_or_a_message(response, gold, source):
     found, message = refused(lambda: default_compute_score(source, response, gold))
@@ -159,5 +169,8 @@ def test_the_rule_scorers_give_a_number_from_0_to_1_or_a_message(response, gold,
 @pytest.mark.parametrize("source", [["a", "list"], {"a": "dict"}, None, 3, "nobody's"])
 def test_a_data_source_without_a_rule_is_named_whatever_its_type(source):
     batch = sample_batch(["good"], data_source=[source], ground_truth=["1"])
-    with RewardRunner(None, WordDecoder(), num_workers=1) as runner, pytest.raises(RewardError, match="no built-in reward"):
+    with (
+        RewardRunner(None, WordDecoder(), num_workers=1) as runner,
+        pytest.raises(RewardError, match=r"no built-in reward"),
+    ):
         runner.score(batch)

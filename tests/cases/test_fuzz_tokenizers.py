@@ -30,7 +30,7 @@ TEMPLATES = [
     "{% for m in messages %}{{ m.content }}{% endfor %}",
     "{{ bos_token }}{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}",
     "{{ raise_exception('never') }}",
-    "{% if messages[0].role == 'user' %}{{ messages[0].content }}{% else %}{{ raise_exception('user first') }}{% endif %}",
+    "{% if messages[0].role == 'user' %}{{ messages[0].content }}{% else %}{{ raise_exception('no') }}{% endif %}",
     "{{ messages[0]['content'].nothing.there }}",
     "{% for",
     "",
@@ -77,12 +77,12 @@ def test_a_tokenizer_of_any_kind_is_used_rightly_or_refused(tmp_path_factory, to
     shutil.rmtree(folder, ignore_errors=True)
     make_config("llama", 32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    loaded, message = refused(lambda: load_tokenizer(str(folder)))
+    loaded, _ = refused(lambda: load_tokenizer(str(folder)))
     if loaded is None:
         assert tokenizer.eos_token_id is None and tokenizer.pad_token_id is None
         return
     assert loaded.pad_token_id is not None and loaded.padding_side == "left"
-    data, message = refused(lambda: PromptDataset([{"prompt": prompt} for prompt in drawn], loaded, max_prompt_length=64))
+    data, _ = refused(lambda: PromptDataset([{"prompt": prompt} for prompt in drawn], loaded, max_prompt_length=64))
     if data is None:
         return
     bos = tokenizer.bos_token_id
@@ -94,7 +94,7 @@ def test_a_tokenizer_of_any_kind_is_used_rightly_or_refused(tmp_path_factory, to
 
 
 def check_rows(prompt_ids, answers, tokenizer):
-    """The sample batch holds exactly these ids, masks count exactly these tokens, the scorer reads exactly this text."""
+    """The sample batch holds exactly these ids, masks count exactly these tokens, the scorer reads exactly that."""
     requests = [Request(f"u{k}/0", ids, SamplingParams(4)) for k, ids in enumerate(prompt_ids)]
     done = [
         Completion(r.id, np.array(a, dtype=np.int64), np.zeros(len(a), np.float32), "stop")
@@ -117,7 +117,9 @@ def check_rows(prompt_ids, answers, tokenizer):
         assert heard == [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
     for row, answer in enumerate(answers):
         assert bool(scored.batch["score_valid"][row]) == bool(answer)
-        assert scored.batch["token_level_scores"][row].nonzero().flatten().tolist() == ([len(answer) - 1] if answer else [])
+        assert scored.batch["token_level_scores"][row].nonzero().flatten().tolist() == (
+            [len(answer) - 1] if answer else []
+        )
 
 
 @pytest.mark.parametrize("ends", [(1,), (1, 9, 40), (0,), (7, 8)])

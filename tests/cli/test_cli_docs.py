@@ -240,7 +240,7 @@ def test_the_hardware_table_is_what_is_chosen(page):
         Device("cpu", "other"),
         Device("mps", "Apple"),
     ]
-    rows = re.findall(r"^\| [^|]+ \| (\w+) \| (\w*) ?\| (?!\W)([^|]+) \|$", prose(page), re.M)
+    rows = re.findall(r"^\| [^|]+ \| ([a-z]+\d+)?[^|]* \| (\w*) ?\| (?!\W)([^|]+) \|$", prose(page), re.M)
     table = [
         (dtype, master, re.match(r"[a-z_]+", kernel)[0], re.findall(r"[a-z_]+", kernel)[-1])
         for dtype, master, kernel in rows

@@ -215,3 +215,18 @@ def test_a_nan_gradient_skips_the_step_and_leaves_the_weights_alone(folder):
     assert metrics["actor/skipped_steps"] == 1 and not np.isfinite(metrics["actor/grad_norm"])
     for name, tensor in before.items():
         assert torch.equal(tensor, group.state_dict()[name])
+
+
+def test_training_in_scaled_float16_follows_fp32(folder):
+    """Live weights in float16, masters in fp32: five updates within 2 % of the fp32 movement of the masters."""
+    moved = {}
+    for dtype in ("float32", "float16"):
+        settings = actor_settings(folder, dtype=dtype, cut=Cut(max_rows=3))
+        settings = replace(settings, optimizer=replace(OPTIMIZER, lr=0.05, grad_clip=0.0))
+        group = LocalWorkerGroup(Actor, settings)
+        engine = group.workers[0].engine
+        before = {k: v.detach().clone() for k, v in engine.weights.named()}
+        _, metrics = updated(group, recorded_batch(torch.float32), steps=5, prompts=3)
+        assert metrics["actor/skipped_steps"] == 0 and engine.scaler.enabled == (dtype == "float16")
+        moved[dtype] = torch.cat([(v.detach() - before[k]).flatten() for k, v in engine.weights.named()])
+    assert (moved["float16"] - moved["float32"]).norm() < 0.02 * moved["float32"].norm()

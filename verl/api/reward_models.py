@@ -55,6 +55,8 @@ class RewardModel:
                 f"the reward model {model.name_or_path} has {model.config.num_labels} labels; a reward is one number: "
                 "score with a function of the batch that picks what counts"
             )
+        if not model.name_or_path:
+            raise RewardError("the reward model does not know the folder or hub name that its tokenizer comes from")
         self.model = model.eval()
         self.tokenizer = load_tokenizer(model.name_or_path, trust_remote_code=trust_remote_code)
 
@@ -72,7 +74,7 @@ class RewardModel:
         if isinstance(prompt, str) or not self.tokenizer.chat_template:
             return shown + response
         messages = [*prompt, {"role": "assistant", "content": response}]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False)
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
 
     def _logits(self, texts: list[str]) -> torch.Tensor:
         device = next(self.model.parameters()).device

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from verl.trainer.base import Trainer
     from verl.trainer.roles import Roles
 
-_NAMES = {"reward_mean": "critic/score/mean", "policy_loss": "actor/pg_loss"}
+_NAMES = {"kl_divergence": "kl_divergence", "reward_mean": "critic/score/mean", "policy_loss": "actor/pg_loss"}
 _MIXED = (
     "training on a mixture of SFT and RL is not part of this version of verl; leave it out, and use rl_dataset_path"
 )
@@ -61,11 +61,11 @@ class RLTrainer:
         resume: go on from the newest checkpoint in ``output_dir``. False: start anew.
         step_callback: called with this trainer after every step.
         change_flow: see :class:`verl.Trainer`.
-        config: any other configuration keys (docs/config.md), as nested dicts or with dotted names. They win over
-            defaults; one that contradicts a parameter is an error.
+        config: other configuration keys (docs/config.md), nested or dotted. They win over defaults; one that
+            contradicts a parameter is an error.
 
     Raises:
-        ConfigError: at once, for a wrong parameter. ModelError: at the first step, for a model that is not there.
+        ConfigError: at once, for a wrong parameter. ModelError: at the first step, for a missing model.
 
     Attributes:
         world_size: processes that train together.
@@ -209,9 +209,7 @@ class RLTrainer:
     def metrics(self) -> dict[str, float]:
         """Of the last step, see :meth:`train_step`."""
         metrics = self._trainer.metrics if self._trainer else {}
-        short = {"kl_divergence": metrics["kl_divergence"]} if "kl_divergence" in metrics else {}
-        short |= {name: metrics[source] for name, source in _NAMES.items() if source in metrics}
-        return {**short, **metrics}
+        return {**{name: metrics[source] for name, source in _NAMES.items() if source in metrics}, **metrics}
 
     def describe(self) -> str:
         """The training step as a table: nodes, keys, pools, and the seconds of the last step."""
@@ -297,6 +295,7 @@ def _weak_callback(owner: RLTrainer) -> Callable[[Trainer, dict[str, float]], No
 
 def _end(trainer: Trainer) -> None:
     """The end of a run whose steps were asked for one by one: as the end of ``fit()``."""
-    if trainer.config.trainer.save_final and trainer.global_steps > trainer.saved_steps:
+    unsaved = trainer.global_steps > trainer.saved_steps and not trainer.mid_step
+    if trainer.config.trainer.save_final and unsaved:
         notice(f"The model is in {trainer.save() / 'actor'}")
     trainer.close()

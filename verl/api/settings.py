@@ -70,7 +70,7 @@ def rl_config(
         ("data.train_files", rl_dataset_path, True),
         (f"{_AR}.model.path", model_name, True),
         # built-in prompts that are too long for a small max_seq_len are nobody's mistake
-        ("data.filter_overlong_prompts", builtin_prompts and rl_dataset_path is None or None, False),
+        ("data.filter_overlong_prompts", True if builtin_prompts and rl_dataset_path is None else None, False),
         ("reward.reward_fn", reward_fn, True),
         *((key, batch_size_per_device, True) for key in _micro_batch_keys(batch_size_per_device)),
         (f"{_AR}.rollout.max_num_seqs", _sequences_at_once(kv_cache_max_len, max_seq_len), True),

@@ -139,6 +139,12 @@ class SequenceDataset:
             )
         return cut(encoded, limit, self.settings.cut)
 
+    def _encode_one(self, part: Part, local: int, where: str) -> Row:
+        try:
+            return self.encode_row(part.row(local), part, where)
+        except RecursionError:
+            raise RowProblem("nested too deep", f"{where}: its values are nested too deep to be used") from None
+
     def _encode_all(self, numbers: np.ndarray) -> None:
         first: str | None = None
         todo: Iterable[int] = [int(number) for number in numbers]
@@ -152,7 +158,7 @@ class SequenceDataset:
             where = part.where(local)
             longer_than_limit = self.report.longest
             try:
-                item = self.encode_row(part.row(local), part, where)
+                item = self._encode_one(part, local, where)
             except DataError as problem:
                 if self.settings.on_bad_row == "error":
                     raise DataError(f"{problem}. To go on: {REMEDY}") from problem

@@ -13,7 +13,7 @@ above this room, so it is looked up only when asked for; nothing in this room us
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.dataflow.executor import StepResult
 from verl.dataflow.failures import NodeError
@@ -22,9 +22,13 @@ from verl.dataflow.flowset import FlowSet
 from verl.dataflow.loop import Loop
 from verl.dataflow.node import Key, Node, Relation, aggregate, expand, pair, same, subset
 
+if TYPE_CHECKING:
+    from verl.api.hybrid_dataflow import HybridDataflow
+
 __all__ = [
     "Dataflow",
     "FlowSet",
+    "HybridDataflow",
     "Key",
     "Loop",
     "Node",

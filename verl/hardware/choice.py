@@ -36,7 +36,7 @@ class Catalogue:
     loss_scaling: bool
 
 
-CATALOGUE = Catalogue(rollout_engines=("native", "hf"), attentions=ATTENTIONS, loss_scaling=False)
+CATALOGUE = Catalogue(rollout_engines=("native", "hf"), attentions=ATTENTIONS, loss_scaling=True)
 """The one place to say that a part exists: a new rollout engine, attention or loss scaling adds a word here."""
 
 

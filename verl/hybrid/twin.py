@@ -7,6 +7,8 @@ import copy
 import torch
 from transformers import PreTrainedModel
 
+from verl.models.lora import mirror_adapters
+
 ROLLOUT_ATTENTION = "sdpa"
 
 
@@ -25,6 +27,7 @@ def make_twin(model: PreTrainedModel, attention: str | None = None) -> PreTraine
     config._attn_implementation = attention
     with torch.device("meta"):
         twin = type(model)._from_config(config, dtype=next(model.parameters()).dtype)
+        mirror_adapters(model, twin)
     for source, target in zip(model.modules(), twin.modules(), strict=True):
         for name, parameter in source._parameters.items():
             target._parameters[name] = parameter

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl.config.suggest import near_path
 from verl.errors import ModelError
+from verl.models.lora import has_adapters, merged_state, save_adapter
 from verl.notices import notice
 
 # transformers sets the default dtype of the whole process while it builds a model: one at a time
@@ -208,12 +209,19 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 def save_pretrained(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: str | os.PathLike
 ) -> None:
-    """Write a plain HF folder: safetensors, config, generation config, tokenizer."""
+    """Write a plain HF folder: safetensors, config, generation config, tokenizer.
+
+    Adapters are merged into the weights, and kept beside them in ``lora_adapter/``.
+    """
     implementation = model.config._attn_implementation
     with building_models():
         model.config._attn_implementation = None
         try:
-            model.save_pretrained(folder)
+            if has_adapters(model):
+                model.save_pretrained(folder, state_dict=merged_state(model))
+                save_adapter(model, folder)
+            else:
+                model.save_pretrained(folder)
         finally:
             model.config._attn_implementation = implementation
         if tokenizer is not None:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from verl.models.backbone import hidden_states, lm_head, use_packed_attention
 from verl.models.linear_logprob import linear_log_prob
 from verl.models.loading import building_models, compile_layers, enable_gradient_checkpointing, load_causal_lm
+from verl.models.lora import add_adapters
 from verl.models.packing import pack
 from verl.models.settings import ModelSettings
 from verl.protocol import DataProto
@@ -31,6 +32,8 @@ def prepare_policy(model: PreTrainedModel, settings: ModelSettings, *, frozen: b
     use_packed_attention(model, explicit=settings.attention, kernel=settings.kernel)
     if frozen:
         return model.requires_grad_(False).eval()
+    if settings.lora is not None:
+        add_adapters(model, settings.lora)
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     if settings.compile_layers:

@@ -18,11 +18,29 @@ PACKED_ATTENTIONS = ("sdpa", "varlen", "flash_attn")
 
 
 @dataclass(frozen=True)
+class LoraSettings:
+    """Adapters of rank ``rank``, scaled by alpha / rank.
+
+    Attributes:
+        target_modules: "all-linear" (all but the output layer), a regular expression over module names, or a list of
+            their endings. exclude_modules: the same, for modules to leave out.
+        adapter_path: a folder with an adapter to go on from; rank, alpha and targets are then its own.
+    """
+
+    rank: int
+    alpha: float = 16
+    target_modules: str | list[str] = "all-linear"
+    exclude_modules: str | list[str] | None = None
+    adapter_path: str | None = None
+
+
+@dataclass(frozen=True)
 class ModelSettings:
     """Path, dtype and device of one role's model.
 
     Attributes:
         attention: ``auto`` for packed attention where the model can, else the implementation's name in transformers.
+        lora: train adapters only; None: train all weights.
         compile_layers: compile the decoder layers (CUDA).
         kernel: the packed attention to try first: ``sdpa``, ``varlen`` or ``flash_attn``.
     """
@@ -36,6 +54,7 @@ class ModelSettings:
     override_config: dict[str, Any] = field(default_factory=dict)
     gradient_checkpointing: bool = False
     compile_layers: bool = False
+    lora: LoraSettings | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:

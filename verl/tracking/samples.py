@@ -12,6 +12,7 @@ from verl.tracking.jsonl import encode_line, write_atomic
 if TYPE_CHECKING:
     from rich.table import Table
 
+PREVIEW = "preview"  # the split of answers to the user's own prompts
 _NAMED_CONTROLS = {"\n": "↵", "\t": "→", "\r": "␍"}
 _JOINERS = "\u200c\u200d"  # these control how scripts and emoji are drawn; everything else of category Cf is hidden
 
@@ -89,7 +90,7 @@ def sample_table(rows: Sequence[Mapping[str, Any]], title: str | None = None, ma
         if with_truth:
             truth = row.get("ground_truth")
             cells.append(Text("" if truth is None else crop(visible(str(truth)), max_characters // 3)))
-        table.add_row(*cells, _score_text(row.get("score")))
+        table.add_row(*cells, "" if row.get("split") == PREVIEW else _score_text(row.get("score")))
     return table
 
 
@@ -110,7 +111,8 @@ def plain_samples(rows: Sequence[Mapping[str, Any]], max_characters: int = 200) 
             if row.get(key) is not None:
                 parts.append(f"{label}: {crop(visible(str(row[key])), max_characters)}")
         score = row.get("score")
-        parts.append("score: failed" if score is None else f"score: {float(score):.3g}")
+        if row.get("split") != PREVIEW:  # nobody scores the user's own prompts
+            parts.append("score: failed" if score is None else f"score: {float(score):.3g}")
         lines.append(" | ".join(parts))
     return lines
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -39,8 +39,12 @@ class TrainEngine(ABC):
     version: int
 
     @abstractmethod
-    def train_step(self, micro_batches: Iterable[Micro], loss_of: LossOf) -> StepReport:
-        """Gradients of all micro-batches of all ranks are summed in fp32, clipped and applied."""
+    def train_step(self, micro_batches: Sequence[Micro], loss_of: LossOf) -> StepReport:
+        """Gradients of all micro-batches of all ranks are summed in fp32, clipped and applied.
+
+        Raises:
+            MemoryShortageError: on every rank, if memory ran out on one of them before a weight was touched.
+        """
 
     @abstractmethod
     def schedule_step(self) -> None:

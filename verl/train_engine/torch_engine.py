@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,13 @@ from verl.metrics import Metrics
 from verl.notices import notice
 from verl.train_engine.base import LossOf, Micro, StepReport, TrainEngine
 from verl.train_engine.master import MasterWeights
+from verl.train_engine.memory import MemoryShortageError, RandomState, is_out_of_memory, memory_numbers
+from verl.train_engine.scaling import LossScaler
 from verl.train_engine.schedule import lr_factor
 
 OPTIMIZERS = ("adamw", "sgd")
+LEARNED = ("update", "forward")
+"""Phases whose token budgets memory may lower."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,12 @@ class OptimizerSettings:
 
 
 class TorchEngine(TrainEngine):
-    """See :class:`TrainEngine`. All ranks hold all weights and take the same step from the summed gradient."""
+    """See :class:`TrainEngine`. All ranks hold all weights and take the same step from the summed gradient.
+
+    Attributes:
+        learned_tokens: the largest micro-batches, in tokens, that were found to fit after memory ran out (0: it never
+            did), by phase. Saved with the state.
+    """
 
     def __init__(self, module: nn.Module, settings: OptimizerSettings, comm: Comm | None = None):
         self.module = module
@@ -48,7 +57,9 @@ class TorchEngine(TrainEngine):
         self.scheduled_steps = 0
         self.skipped_in_a_row = 0
         self.skipped_total = 0
+        self.learned_tokens = dict.fromkeys(LEARNED, 0)
         self.weights = MasterWeights(module)
+        self.scaler = LossScaler(any(p.dtype == torch.float16 for p in self.weights.live.values()))
         self.optimizer = self._make_optimizer()
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -73,25 +84,59 @@ class TorchEngine(TrainEngine):
             num_cycles=s.num_cycles,
         )
 
-    def train_step(self, micro_batches: Iterable[Micro], loss_of: LossOf) -> StepReport:
-        metrics = Metrics()
+    def train_step(self, micro_batches: Sequence[Micro], loss_of: LossOf) -> StepReport:
+        random = RandomState.capture()
+        scale = self.scaler.scale
         try:
-            for micro in micro_batches:
-                loss, micro_metrics = loss_of(micro)
-                if loss.requires_grad:
-                    loss.backward()
-                metrics.merge(micro_metrics)
-            gradients = self.weights.gradients()
-            self.comm.all_reduce_sum(gradients)
-            norm = self._clip(gradients)
+            while True:
+                metrics, gradients = self._sum_gradients(micro_batches, loss_of, random)
+                norm = self._clip(gradients)
+                if torch.isfinite(norm) or not self.scaler.lower():
+                    break
+                self.weights.discard_gradients()
+                random.restore()
             lr = self.lr
             if torch.isfinite(norm):
                 self._apply(lr)
+                self.scaler.step_succeeded()
             else:
+                self.scaler.scale = scale  # no scale helped: it is not to blame
                 self._skip()
             return StepReport(float(norm), lr, not bool(torch.isfinite(norm)), metrics)
         finally:
             self.weights.discard_gradients()
+
+    def _sum_gradients(
+        self, micro_batches: Sequence[Micro], loss_of: LossOf, random: RandomState
+    ) -> tuple[Metrics, list[torch.Tensor]]:
+        """The metrics of this rank and the gradients of all ranks.
+
+        Raises:
+            MemoryShortageError: on every rank if one ran out of memory; gradients are gone, generators are set back.
+        """
+        metrics = Metrics()
+        short = None
+        for number, micro in enumerate(micro_batches):
+            try:
+                loss, micro_metrics = loss_of(micro)
+                if loss.requires_grad:
+                    (loss * self.scaler.scale if self.scaler.enabled else loss).backward()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                short = number
+                break
+            metrics.merge(micro_metrics)
+        loss = None  # a traceback through here must not keep the graph
+        if any(number is not None for number in self.comm.all_gather_object(short)):
+            self.weights.discard_gradients()
+            random.restore()
+            raise MemoryShortageError(short)
+        gradients = self.weights.gradients()
+        self.comm.all_reduce_sum(gradients)
+        if self.scaler.enabled:
+            torch._foreach_mul_(gradients, 1 / self.scaler.scale)
+        return metrics, gradients
 
     @torch.no_grad()
     def _clip(self, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -105,7 +150,17 @@ class TorchEngine(TrainEngine):
     def _apply(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            device = next(iter(self.weights.masters.values())).device
+            raise TrainingError(
+                f"Out of memory in the optimizer step ({memory_numbers(device)}): the optimizer's state does not fit. "
+                "Set optim.optimizer=AdamW8bit or SGD, train adapters only (model.lora_rank=16), or take a smaller "
+                "model."
+            ) from error
         self.weights.publish()
         self.version += 1
         self.skipped_in_a_row = 0
@@ -127,14 +182,16 @@ class TorchEngine(TrainEngine):
         self.scheduled_steps += 1
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """``live/NAME``, ``master/NAME`` (unless it is the live weight), ``optimizer/SLOT/NAME`` and ``counters``."""
+        """``live/NAME``, ``master/NAME`` (if apart), ``optimizer/SLOT/NAME``, ``loss_scale`` and ``counters``."""
         state = {f"live/{name}": p.detach() for name, p in self.module.named_parameters()}
         for name, master in self.weights.named():
             if master is not self.weights.live[name]:
                 state[f"master/{name}"] = master.detach()
             for slot, value in self.optimizer.state.get(master, {}).items():
                 state[f"optimizer/{slot}/{name}"] = value if torch.is_tensor(value) else torch.tensor(value)
+        state["loss_scale"] = self.scaler.state()
         counters = [self.version, self.scheduled_steps, self.skipped_in_a_row, self.skipped_total]
+        counters += [self.learned_tokens[phase] for phase in LEARNED]
         state["counters"] = torch.tensor(counters, dtype=torch.int64)
         return state
 
@@ -159,7 +216,12 @@ class TorchEngine(TrainEngine):
                 value = state.get(f"optimizer/{slot}/{name}")
                 if value is not None:
                     self._restore_slot(master, slot, value)
-        self.version, self.scheduled_steps, self.skipped_in_a_row, self.skipped_total = state["counters"].tolist()
+        counters = state["counters"].tolist()
+        self.version, self.scheduled_steps, self.skipped_in_a_row, self.skipped_total = counters[:4]
+        # states from before there were these had the four counters only
+        self.learned_tokens.update(zip(LEARNED, counters[4:], strict=False))
+        if "loss_scale" in state:
+            self.scaler.load(state["loss_scale"])
         self.version += 1  # a load is a write
 
     def _restore_slot(self, master: torch.Tensor, slot: str, value: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint import CheckpointStore
-from verl.config import Config
+from verl.config import Config, to_dict
 from verl.dataflow import Dataflow, FlowSet
 from verl.dataflow.executor import StepResult
 from verl.dataflow.flow import Batch
@@ -26,6 +26,7 @@ from verl.trainer.ppo import ppo
 from verl.trainer.roles import Roles, build_roles
 from verl.trainer.runstate import restore, save
 from verl.trainer.samples import sample_rows
+from verl.trainer.settings import algorithm_name
 
 Callback = Callable[["Trainer", dict[str, float]], None]
 ChangeFlow = Callable[[Dataflow, Roles], Dataflow]
@@ -49,6 +50,7 @@ class Trainer:
         total_steps: the step at which :meth:`fit` ends.
         metrics: of the last step.
         saved_steps: the last step of which there is a checkpoint, 0 before one.
+        mid_step: a step has begun and was not finished, so the weights are between two steps.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Trainer:
         self.flows.validate(steps=range(1, min(self.total_steps, 256) + 1))
         if self.resume_from is not None:
             restore(self, self.resume_from)
-        self.saved_steps = self.global_steps
+        self.saved_steps, self.mid_step = self.global_steps, False
 
     # ---- the loop ----------------------------------------------------------------------------------------------
 
@@ -110,8 +112,10 @@ class Trainer:
     def run_flow(self, flow: Dataflow, batch: Batch, step: int, *, commit: bool) -> StepResult:
         """Run a flow whose scores count for this step, and with ``commit`` finish the step that it was."""
         started = time.perf_counter()
+        self.mid_step = commit
         self.roles.reward.begin_step()
         result = flow.run(batch, step, self.config.trainer.executor, self._on_event)
+        self.mid_step = False
         self.roles.reward.end_step()
         if commit:
             self._commit(result, time.perf_counter() - started)
@@ -267,7 +271,7 @@ class Trainer:
         """Begin the record, if it is not open."""
         if self.tracker is None:
             self.tracker = Tracker(
-                self.config, self.config.trainer.logger, self.run_dir, self.info(), style=self.style,
+                to_dict(self.config), self.config.trainer.logger, self.run_dir, self.info(), style=self.style,
                 seed=self.config.trainer.seed, device=self.plan.choice.device.described,
             )  # fmt: skip
             self.tracker.start()
@@ -300,9 +304,3 @@ class Trainer:
                 self._end_record(completed=completed)
             if not self.stays_open:
                 self.roles.close()
-
-
-def algorithm_name(config: Config) -> str:
-    """``PPO``, ``GRPO``, ...: the preset's name, else that of what sets the algorithm apart."""
-    estimator = config.algorithm.adv_estimator
-    return (config.algorithm.name or ("ppo" if estimator == "gae" else estimator)).upper()

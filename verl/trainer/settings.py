@@ -47,7 +47,9 @@ def hardware_for(config: Config) -> Choice:
 
 def cut_of(batching: MicroBatching) -> Cut:
     """Micro-batches by rows where a number of rows was given, else by a token budget."""
-    return Cut(max_rows=batching.rows) if batching.by == "rows" else Cut(max_tokens=batching.tokens)
+    if batching.by == "rows":
+        return Cut(max_rows=batching.rows, key=batching.key)
+    return Cut(max_tokens=batching.tokens, key=batching.key)
 
 
 def optimizer_of(optim: Optim, config: Config, *, total_steps: int, grad_clip: float) -> OptimizerSettings:
@@ -175,3 +177,9 @@ def old_log_probs_needed(config: Config) -> bool:
     """Also where the off-policy metrics or importance weights are asked for: they compare before the update."""
     correction = config.algorithm.rollout_correction
     return needs_old_log_probs(config) or correction.rollout_is is not None
+
+
+def algorithm_name(config: Config) -> str:
+    """``PPO``, ``GRPO``, ...: the preset's name, else that of what sets the algorithm apart."""
+    estimator = config.algorithm.adv_estimator
+    return (config.algorithm.name or ("ppo" if estimator == "gae" else estimator)).upper()

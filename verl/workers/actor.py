@@ -15,6 +15,7 @@ from verl.algorithms.registry import get_policy_loss_fn
 from verl.hybrid import OneDeviceHybrid
 from verl.metrics import Metrics
 from verl.models.loading import load_tokenizer, save_pretrained, stop_token_ids
+from verl.models.lora import adapters_off
 from verl.models.policy import load_policy, log_probs
 from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams
@@ -23,7 +24,7 @@ from verl.rollout.rows import make_requests, stream_rows
 from verl.single_controller import Dispatch, register
 from verl.train_engine.plan import MiniBatch, MiniBatchPlan
 from verl.train_engine.torch_engine import TorchEngine
-from verl.workers.forward import cut_rows, over_micro_batches
+from verl.workers.forward import over_micro_batches
 from verl.workers.probs_diff import probs_difference
 from verl.workers.selection import prepare_selection
 from verl.workers.settings import ActorSettings
@@ -86,8 +87,23 @@ class Actor(TrainedWorker):
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """``old_log_probs`` of the trained tokens under the current weights."""
         grids = over_micro_batches(
-            batch, self.settings.log_prob_cut, lambda micro: {"old_log_probs": self._log_probs(micro)[0]}
+            batch,
+            self.settings.log_prob_cut,
+            lambda micro: {"old_log_probs": self._log_probs(micro)[0]},
+            self.budget("forward", "the actor's log-probs"),
         )
+        return DataProto.from_dict(tensors=grids, non_tensors={"sample_id": batch.non_tensor_batch["sample_id"]})
+
+    @register(Dispatch.DP_COMPUTE_PROTO, mode="train")
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """``ref_log_prob`` under the base weights. For training with adapters, where they are the reference."""
+        with adapters_off(self.model):
+            grids = over_micro_batches(
+                batch,
+                self.settings.log_prob_cut,
+                lambda micro: {"ref_log_prob": self._log_probs(micro)[0]},
+                self.budget("forward", "the reference's log-probs"),
+            )
         return DataProto.from_dict(tensors=grids, non_tensors={"sample_id": batch.non_tensor_batch["sample_id"]})
 
     def _log_probs(self, micro: DataProto, with_entropy: bool = False):
@@ -109,31 +125,26 @@ class Actor(TrainedWorker):
         metrics = Metrics()
         for mini in plan.mini_batches:
             selection = self._prepare(batch, mini)
-            micros = self._micro_batches(batch, mini, selection)
-            skipped = len(mini.rows) - sum(len(m) for m in micros)
-            report = self.engine.train_step(micros, lambda micro, mini=mini: self._loss(micro, mini))
+            rows = self._moving_rows(batch, mini)
+            columns = {} if selection is None else {"selection": selection}
+            report = self.fit_step(
+                batch, rows, self.settings.update_cut, lambda micro, mini=mini: self._loss(micro, mini), columns
+            )
             self.record(metrics, report, len(plan.mini_batches))
-            metrics.add("actor/skipped_rows", float(skipped), reduce="sum")
-            if not micros:  # every advantage is zero, and so are the losses
+            metrics.add("actor/skipped_rows", float(len(mini.rows) - len(rows)), reduce="sum")
+            if not len(rows):  # every advantage is zero, and so are the losses
                 for name in ("actor/pg_loss", "actor/loss"):
                     metrics.add(name, 0.0, reduce="sum")
         self.engine.schedule_step()
         return metrics
 
-    def _micro_batches(self, batch: DataProto, mini: MiniBatch, selection: torch.Tensor | None) -> list[DataProto]:
-        rows = mini.rows
-        if not self._every_row_has_a_gradient():
-            # a row whose advantages are all zero adds nothing to the gradient; it still counts in the denominators
-            mask = batch.batch["response_mask"].bool()
-            moving = (batch.batch["advantages"].masked_fill(~mask, 0) != 0).any(1).cpu().numpy()
-            rows = rows[moving[rows]]
-        micros = []
-        for part in cut_rows(batch, self.settings.update_cut, rows):
-            micro = batch.select_idxs(part)
-            if selection is not None:
-                micro.batch["selection"] = selection[torch.from_numpy(part)]
-            micros.append(micro)
-        return micros
+    def _moving_rows(self, batch: DataProto, mini: MiniBatch) -> np.ndarray:
+        """The rows of the mini-batch that have a gradient. The others still count in its denominators."""
+        if self._every_row_has_a_gradient():
+            return mini.rows
+        mask = batch.batch["response_mask"].bool()
+        moving = (batch.batch["advantages"].masked_fill(~mask, 0) != 0).any(1).cpu().numpy()
+        return mini.rows[moving[mini.rows]]
 
     def _every_row_has_a_gradient(self) -> bool:
         loss = self.loss
@@ -147,7 +158,12 @@ class Actor(TrainedWorker):
         if self.policy_loss.prepare is None:
             return None
         rows = batch.select_idxs(mini.rows)
-        now = over_micro_batches(rows, self.settings.update_cut, lambda micro: {"log_prob": self._log_probs(micro)[0]})
+        now = over_micro_batches(
+            rows,
+            self.settings.update_cut,
+            lambda micro: {"log_prob": self._log_probs(micro)[0]},
+            self.budget("forward", "the actor's log-probs"),
+        )
         grid = now.get("log_prob", torch.zeros(rows.batch["response_mask"].shape))
         chosen = prepare_selection(self.policy_loss, rows, grid, mini, self.comm, self.loss)
         selection = torch.zeros(batch.batch["response_mask"].shape, dtype=chosen.dtype)

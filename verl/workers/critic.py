@@ -13,7 +13,7 @@ from verl.protocol import DataProto
 from verl.single_controller import Dispatch, register
 from verl.train_engine.plan import MiniBatch, MiniBatchPlan
 from verl.train_engine.torch_engine import TorchEngine
-from verl.workers.forward import cut_rows, over_micro_batches
+from verl.workers.forward import over_micro_batches
 from verl.workers.settings import CriticSettings
 from verl.workers.trained import TrainedWorker
 
@@ -31,7 +31,12 @@ class Critic(TrainedWorker):
     @register(Dispatch.DP_COMPUTE_PROTO, mode="train")
     def compute_values(self, batch: DataProto) -> DataProto:
         """``values`` (B, R) of the states before each trained token."""
-        grids = over_micro_batches(batch, self.settings.forward_cut, lambda micro: {"values": self.model(micro)})
+        grids = over_micro_batches(
+            batch,
+            self.settings.forward_cut,
+            lambda micro: {"values": self.model(micro)},
+            self.budget("forward", "the critic's values"),
+        )
         return DataProto.from_dict(tensors=grids, non_tensors={"sample_id": batch.non_tensor_batch["sample_id"]})
 
     @register(Dispatch.DP_PLAN, mode="train")
@@ -39,8 +44,9 @@ class Critic(TrainedWorker):
         """Take every optimizer step of the plan. Needs responses, response_mask, values, returns."""
         metrics = Metrics()
         for mini in plan.mini_batches:
-            micros = [batch.select_idxs(part) for part in cut_rows(batch, self.settings.update_cut, mini.rows)]
-            report = self.engine.train_step(micros, lambda micro, mini=mini: self._loss(micro, mini))
+            report = self.fit_step(
+                batch, mini.rows, self.settings.update_cut, lambda micro, mini=mini: self._loss(micro, mini)
+            )
             self.record(metrics, report, len(plan.mini_batches))
         self.engine.schedule_step()
         return metrics

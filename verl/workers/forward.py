@@ -9,7 +9,9 @@ import torch
 
 from verl.models.packing import packed_lengths
 from verl.protocol import DataProto
+from verl.train_engine.memory import is_out_of_memory, release_memory
 from verl.train_engine.microbatch import micro_batches
+from verl.workers.fitting import TokenBudget
 from verl.workers.settings import Cut
 
 
@@ -29,13 +31,33 @@ def cut_rows(batch: DataProto, cut: Cut, rows: np.ndarray | None = None) -> list
 
 @torch.no_grad()
 def over_micro_batches(
-    batch: DataProto, cut: Cut, compute: Callable[[DataProto], Mapping[str, torch.Tensor]]
+    batch: DataProto,
+    cut: Cut,
+    compute: Callable[[DataProto], Mapping[str, torch.Tensor]],
+    budget: TokenBudget | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Keyed (B, R) grids on the CPU from ``compute`` on each micro-batch."""
+    """Keyed (B, R) grids on the CPU from ``compute`` on each micro-batch.
+
+    With a ``budget``, a micro-batch that does not fit into memory is cut further, and so are all that follow.
+    """
     grids: dict[str, torch.Tensor] = {}
-    for rows in cut_rows(batch, cut):
-        for key, values in compute(batch.select_idxs(rows)).items():
+    waiting = cut_rows(batch, budget.apply(cut) if budget else cut)
+    lengths = packed_lengths(batch)
+    while waiting:
+        rows = waiting.pop(0)
+        try:
+            found = {key: values.cpu() for key, values in compute(batch.select_idxs(rows)).items()}
+        except (RuntimeError, MemoryError) as error:
+            if budget is None or not is_out_of_memory(error):
+                raise
+            found = None
+        if found is None:
+            release_memory()
+            budget.lower(len(rows), int(lengths[rows].sum()), cut)
+            waiting = cut_rows(batch, budget.apply(cut), np.concatenate([rows, *waiting]))
+            continue
+        for key, values in found.items():
             if key not in grids:
                 grids[key] = torch.zeros(len(batch), values.shape[1], dtype=values.dtype)
-            grids[key][torch.from_numpy(rows)] = values.cpu()
+            grids[key][torch.from_numpy(rows)] = values
     return grids

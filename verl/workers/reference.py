@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from verl.models.policy import load_policy, log_probs
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Worker, register
+from verl.workers.fitting import TokenBudget
 from verl.workers.forward import over_micro_batches
 from verl.workers.settings import ReferenceSettings
 
@@ -17,6 +18,8 @@ class Reference(Worker):
     def __init__(self, settings: ReferenceSettings, *, model: PreTrainedModel | None = None):
         self.settings = settings
         self.model = load_policy(settings.model, frozen=True) if model is None else model
+        device = next(self.model.parameters()).device
+        self.budget = TokenBudget("the reference's log-probs", "forward", {"forward": 0}, device)
 
     @register(Dispatch.DP_COMPUTE_PROTO, mode="train")
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
@@ -25,5 +28,6 @@ class Reference(Worker):
             batch,
             self.settings.cut,
             lambda micro: {"ref_log_prob": log_probs(self.model, micro, temperature=self.settings.temperature)[0]},
+            self.budget,
         )
         return DataProto.from_dict(tensors=grids, non_tensors={"sample_id": batch.non_tensor_batch["sample_id"]})

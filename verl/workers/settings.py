@@ -11,10 +11,11 @@ from verl.train_engine.torch_engine import OptimizerSettings
 
 @dataclass(frozen=True)
 class Cut:
-    """How rows become micro-batches: by tokens, by rows, or both."""
+    """How rows become micro-batches: by tokens, by rows, or both. ``key``: the configuration key that says so."""
 
     max_tokens: int | None = None
     max_rows: int | None = None
+    key: str = ""
 
 
 @dataclass(frozen=True)

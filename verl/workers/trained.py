@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from verl.metrics import Metrics
+from verl.models.packing import packed_lengths
+from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Worker, register
-from verl.train_engine.base import StepReport
+from verl.train_engine.base import LossOf, StepReport
 from verl.train_engine.torch_engine import TorchEngine
+from verl.workers.fitting import TokenBudget, redo_until_it_fits
+from verl.workers.forward import cut_rows
+from verl.workers.settings import Cut
 
 
 class TrainedWorker(Worker):
@@ -15,6 +21,40 @@ class TrainedWorker(Worker):
 
     role: str
     engine: TorchEngine
+
+    def budget(self, name: str, phase: str) -> TokenBudget:
+        """The token budget of a phase: ``update`` or ``forward``; what it learns is saved with the engine's state."""
+        device = next(self.engine.module.parameters()).device
+        return TokenBudget(phase, name, self.engine.learned_tokens, device)
+
+    def fit_step(
+        self,
+        batch: DataProto,
+        rows: np.ndarray,
+        cut: Cut,
+        loss_of: LossOf[DataProto],
+        columns: dict[str, torch.Tensor] | None = None,
+    ) -> StepReport:
+        """One optimizer step over ``rows``, taken again with smaller micro-batches if memory runs out.
+
+        Args:
+            columns: more tensors of the whole batch, by key, that the loss reads.
+        """
+
+        def attempt(parts: list[np.ndarray]) -> StepReport:
+            micros = []
+            for part in parts:
+                micro = batch.select_idxs(part)
+                for key, values in (columns or {}).items():
+                    micro.batch[key] = values[torch.from_numpy(part)]
+                micros.append(micro)
+            return self.engine.train_step(micros, loss_of)
+
+        budget = self.budget("update", f"the update of the {self.role}")
+        lengths = packed_lengths(batch)
+        return redo_until_it_fits(
+            budget, cut, attempt, lambda smaller: cut_rows(batch, smaller, rows), lengths, self.comm
+        )
 
     def record(self, metrics: Metrics, report: StepReport, optimizer_steps: int) -> None:
         """Take one optimizer step of an update into ``metrics``.

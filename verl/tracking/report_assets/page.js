@@ -102,7 +102,7 @@ function sampleRow(row, query) {
     return cell;
   });
   const known = typeof row.score === "number";
-  const score = element("div", known ? (row.score > 0 ? "score good" : "score") : "score none", known ? short(row.score) : row.score || "failed");
+  const score = element("div", known ? (row.score > 0 ? "score good" : "score") : "score none", known ? short(row.score) : row.split === "preview" ? "" : row.score || "failed");
   const line = element("div", "row", where, ...cells, score);
   line.title = row.uid ? `uid ${row.uid}; click to open or close` : "click to open or close";
   line.onclick = () => { if (!String(getSelection())) line.classList.toggle("open"); };
