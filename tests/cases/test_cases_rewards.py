@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from cases_toys import anything, awaited, by_source, raising, two
 from rewards_batches import WordDecoder, sample_batch
 
 from verl.algorithms.advantages import compute_advantage
@@ -72,10 +73,6 @@ def test_B53_anything_else_fails_the_row_and_says_where(returned):
 
 def test_B53_the_default_scorer_takes_the_first_of_a_tuple():
     assert normalise_result((1.0, {"why": "x"}), take_first=True).score == 1.0
-
-
-def by_source(data_source, solution_str):
-    return 1.0 if data_source == "A" else {"score": 0.5, "acc": True, "pred": solution_str}
 
 
 def test_B54_sources_that_report_different_things():
@@ -144,24 +141,6 @@ def test_B56_both_names_of_the_custom_function_work_and_must_agree(tmp_path, tin
         assert trainer.fit()["critic/score/mean"] == 7.5
     with pytest.raises(ConfigError, match="contradict"):
         load_config([f"custom_reward_function.path={file}", "reward.custom_reward_function.path=other.py"])
-
-
-def two(solution_str, ground_truth):
-    return float(solution_str == ground_truth)
-
-
-def anything(**kwargs):
-    return float(kwargs["solution_str"] == kwargs["ground_truth"])
-
-
-async def awaited(data_source, solution_str, ground_truth, extra_info=None):
-    return float(solution_str == ground_truth)
-
-
-def raising(solution_str, ground_truth):
-    if solution_str == "crash":
-        raise ValueError("this one row")
-    return float(solution_str == ground_truth)
 
 
 @pytest.mark.parametrize("function", [two, anything, awaited, raising])

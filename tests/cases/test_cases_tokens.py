@@ -6,6 +6,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from cases_toys import one
 from rewards_batches import WordDecoder
 from tiny_models import make_tokenizer
 
@@ -31,10 +32,6 @@ def rows_of(*responses, prompts=None, pad=PAD, reason="stop", width=5):
         for r, ids in zip(requests, responses, strict=True)
     ]
     return sample_rows(requests, done, prompt_width=3, response_width=width, pad_id=pad)
-
-
-def one(solution_str):
-    return 1.0
 
 
 def scored(batch):

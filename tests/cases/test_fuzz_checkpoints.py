@@ -110,7 +110,7 @@ def test_a_changed_checkpoint_is_found_whole_or_not_at_all(saved, data):
 
 
 @given(data=st.data())
-@fuzz(150)
+@fuzz(100)
 def test_a_changed_state_is_read_or_refused(saved, data):
     state = saved.copy("state") / "global_step_1" / "train_state"
     change(data, data.draw(st.sampled_from(files_below(state))))

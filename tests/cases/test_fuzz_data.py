@@ -68,7 +68,7 @@ broken_lines = st.sampled_from(
     mode=modes,
     ending=st.sampled_from([".jsonl", ".json"]),
 )
-@fuzz(150)
+@fuzz(100)
 def test_json_lines_of_anything(tmp_path_factory, lines, mode, ending):
     file = tmp_path_factory.getbasetemp() / f"drawn{ending}"
     file.write_bytes(b"\n".join(lines))
@@ -76,7 +76,7 @@ def test_json_lines_of_anything(tmp_path_factory, lines, mode, ending):
 
 
 @given(drawn=st.lists(rows | values, max_size=4), mode=modes)
-@fuzz(100)
+@fuzz(60)
 def test_a_json_list_of_anything(tmp_path_factory, drawn, mode):
     file = tmp_path_factory.getbasetemp() / "drawn_list.json"
     file.write_text(json.dumps(drawn))
@@ -156,7 +156,7 @@ def tables(draw):
 
 
 @given(table=tables(), mode=modes)
-@fuzz(150)
+@fuzz(80)
 def test_parquet_of_any_types(tmp_path_factory, table, mode):
     file = tmp_path_factory.getbasetemp() / "drawn.parquet"
     pq.write_table(table, file)
@@ -164,7 +164,7 @@ def test_parquet_of_any_types(tmp_path_factory, table, mode):
 
 
 @given(data=st.data(), ending=st.sampled_from([".parquet", ".arrow", ".jsonl", ".json"]))
-@fuzz(100)
+@fuzz(80)
 def test_files_that_were_cut_or_changed(tmp_path_factory, data, ending):
     table = pa.table({"prompt": ["one", "two", "three"] * 20, "ground_truth": ["1", "2", None] * 20})
     file = tmp_path_factory.getbasetemp() / f"cut{ending}"
@@ -184,6 +184,16 @@ def test_files_that_were_cut_or_changed(tmp_path_factory, data, ending):
             whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     file.write_bytes(bytes(whole))
     use(file)
+
+
+@pytest.mark.parametrize(
+    "broken", ["[]", "{}", "", '{"_data_files": 3}', '{"_data_files": [{}]}', '{"splits": [1]}', "x"]
+)
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+def test_dataset_folders_with_a_damaged_index(tmp_path, name, broken):
+    (tmp_path / name).write_text(broken)
+    data, message = use(tmp_path)
+    assert data is None and str(tmp_path) in message
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".jsonl", ".json", ".arrow", ".csv", ""])

@@ -53,7 +53,7 @@ KINDS = {
 
 
 @given(data=st.data(), kind=st.sampled_from(list(KINDS)), how=st.sampled_from(["error", "keep_start", "keep_end"]))
-@fuzz(250)
+@fuzz(150)
 def test_any_rows(tmp_path_factory, data, kind, how):
     collate, rows = KINDS[kind]
     drawn = data.draw(st.lists(rows, min_size=1, max_size=3))

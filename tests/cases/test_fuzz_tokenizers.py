@@ -71,7 +71,7 @@ prompts = st.text(alphabet=" abAB\n.xé", max_size=12)
     drawn=st.lists(prompts | prompts.map(lambda t: [{"role": "user", "content": t}]), min_size=1, max_size=3),
     answers=st.lists(st.lists(st.integers(0, 10), max_size=4), min_size=3, max_size=3),
 )
-@fuzz(100)
+@fuzz(60)
 def test_a_tokenizer_of_any_kind_is_used_rightly_or_refused(tmp_path_factory, tokenizer, drawn, answers):
     folder = tmp_path_factory.getbasetemp() / "drawn_tokenizer"
     shutil.rmtree(folder, ignore_errors=True)

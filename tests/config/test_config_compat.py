@@ -226,11 +226,19 @@ def test_the_low_memory_script_of_the_documents(tmp_path, monkeypatch):  # A3, s
     assert len([text for text in notices.seen() if "no effect" in text]) == 5
 
 
-def test_lora_and_tools_are_refused_not_ignored():
+def test_lora_of_the_critic_and_tools_are_refused_not_ignored():
     with pytest.raises(ConfigError) as caught:
-        load_config([f"{AR}.model.lora_rank=8", f"{AR}.rollout.multi_turn.enable=true", "model_engine=megatron"])
+        load_config(["critic.model.lora_rank=8", f"{AR}.rollout.multi_turn.enable=true", "model_engine=megatron"])
     assert len(caught.value.problems) == 3
-    load_config([f"{AR}.model.lora_rank=0", f"{AR}.rollout.multi_turn.enable=false", "model_engine=dp"])
+    load_config(["critic.model.lora_rank=0", f"{AR}.rollout.multi_turn.enable=false", "model_engine=dp"])
+
+
+def test_lora_targets_are_a_name_or_a_list():
+    model = load_config(
+        [f"{AR}.model.lora_rank=8", f"{AR}.model.target_modules=[q_proj,v_proj]"]
+    ).actor_rollout_ref.model
+    assert (model.lora_rank, model.target_modules) == (8, ["q_proj", "v_proj"])
+    assert load_config([f"{AR}.model.target_modules=.*_proj"]).actor_rollout_ref.model.target_modules == ".*_proj"
 
 
 def test_a_group_given_a_plain_value_lists_its_keys():

@@ -35,7 +35,7 @@ def adapted(family="qwen2", lora=LORA, trained=True, **changes):
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "phi3"])
 def test_only_adapters_are_trained_and_a_fresh_one_changes_nothing(family):
     plain, _ = log_probs(make_model(family), sample_batch(ROWS))
-    model = adapted(family, trained=False)
+    model = adapted(family, trained=False).eval()
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trainable and all(".lora_" in name for name in trainable)
     assert not any("lm_head" in name for name in trainable)

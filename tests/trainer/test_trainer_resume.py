@@ -14,6 +14,7 @@ from trainer_helpers import make_trainer, weights
 from transformers import AutoModelForCausalLM
 
 from verl import notices
+from verl.hybrid import make_twin
 from verl.tracking import is_time_metric
 
 HERE = Path(__file__).parent
@@ -67,7 +68,7 @@ def test_the_saved_policy_loads_as_it_is_and_equals_the_live_one(tiny_model_dir,
     trainer.fit()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "actor" / "global_step_2").eval()
     ids = torch.tensor([[5, 6, 7, 8]])
-    live = trainer.roles.actor.workers[0].hybrid._engine.model
+    live = make_twin(trainer.roles.actor.workers[0].model)
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, live(ids).logits, atol=1e-5, rtol=0)
     from transformers import AutoModelForTokenClassification, AutoTokenizer
@@ -83,7 +84,7 @@ def test_addresses_of_live_weights_never_move(tiny_model_dir, tmp_path):
     again = make_trainer(tiny_model_dir, tmp_path, trainer__total_training_steps=3)
     worker = again.roles.actor.workers[0]
     start = [p.data_ptr() for p in worker.model.parameters()]
-    twin = [p.data_ptr() for p in worker.hybrid._engine.model.parameters()]
+    twin = [p.data_ptr() for p in worker.hybrid.twin.parameters()]
     again.fit()
     assert [p.data_ptr() for p in trainer.roles.actor.workers[0].model.parameters()] == before
     assert [p.data_ptr() for p in worker.model.parameters()] == start == twin

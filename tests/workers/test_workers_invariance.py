@@ -9,8 +9,9 @@ import pytest
 import torch
 from tiny_models import sample_batch, save_tiny_model
 
+from verl.models import linear_logprob
 from verl.models.packing import packed_lengths
-from verl.models.settings import ModelSettings
+from verl.models.settings import LoraSettings, ModelSettings
 from verl.single_controller import LocalWorkerGroup
 from verl.train_engine.plan import plan_for
 from verl.train_engine.torch_engine import OptimizerSettings
@@ -48,6 +49,7 @@ class LossConfig:
 
 
 WHOLE = Cut()
+LORA = LoraSettings(rank=4, alpha=8)
 OPTIMIZER = OptimizerSettings(lr=1e-2, kind="sgd", weight_decay=0.0, grad_clip=0.5)
 
 
@@ -230,3 +232,54 @@ def test_training_in_scaled_float16_follows_fp32(folder):
         assert metrics["actor/skipped_steps"] == 0 and engine.scaler.enabled == (dtype == "float16")
         moved[dtype] = torch.cat([(v.detach() - before[k]).flatten() for k, v in engine.weights.named()])
     assert (moved["float16"] - moved["float32"]).norm() < 0.02 * moved["float32"].norm()
+
+
+def five_updates(folder, batch, *, world_size=1, prepare=None, **changes):
+    """fp32 weights after five updates on recorded rollouts. ``prepare`` may change the worker's model."""
+    settings = actor_settings(
+        folder, dtype="float32", cut=changes.pop("cut", Cut(max_rows=4)), **changes.pop("loss", {})
+    )
+    settings = replace(settings, optimizer=replace(OPTIMIZER, lr=0.05))
+    settings = replace(settings, model=replace(settings.model, **changes))
+    group = LocalWorkerGroup(Actor, settings, world_size=world_size)
+    states = [worker.engine.state_dict() for worker in group.workers]
+    start = {name: tensor.clone() for name, tensor in states[0].items() if name.startswith("live/")}
+    states, metrics = updated(group, batch, steps=5, prompts=3)
+    assert metrics["actor/skipped_steps"] == 0
+    return {name: states[-1][name].double() - start[name].double() for name in start}
+
+
+def same_movement(one, two):
+    """Each tensor moved the same way: within 5e-6 of its movement's norm a step, and fp32 rounding of the weights."""
+    for name, movement in one.items():
+        assert (movement - two[name]).norm() <= 5 * 5e-6 * movement.norm() + 3e-6, name
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        {"gradient_checkpointing": True},
+        {"attention": "eager"},
+        {"cut": Cut(max_rows=1)},
+        {"cut": Cut(max_tokens=20), "world_size": 2},
+        {"lora": LORA, "cut": Cut(max_rows=1)},
+        {"lora": LORA, "gradient_checkpointing": True},
+        {"lora": LORA, "world_size": 2},
+    ],
+    ids=lambda switch: "-".join(switch),
+)
+def test_five_fp32_updates_do_not_depend_on_a_switch_of_speed_or_memory(folder, switch):
+    plain = {key: value for key, value in switch.items() if key == "lora"}
+    batch = recorded_batch(torch.float32)
+    reference = five_updates(folder, batch, **plain)
+    assert any(movement.norm() > 1e-3 for movement in reference.values())
+    same_movement(reference, five_updates(folder, batch, **switch))
+
+
+def test_five_fp32_updates_do_not_depend_on_what_is_kept_for_the_backward_pass(folder, monkeypatch):
+    batch = recorded_batch(torch.float32)
+    loss = {"entropy_coeff": 0.0}  # with an entropy bonus the logits are always computed again
+    kept = five_updates(folder, batch, loss=dict(loss))
+    monkeypatch.setattr(linear_logprob, "_kept_bytes", lambda device: 0)
+    monkeypatch.setattr(linear_logprob, "CHUNK_ELEMENTS", 7 * 96)
+    same_movement(kept, five_updates(folder, batch, loss=dict(loss)))

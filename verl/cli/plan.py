@@ -1,15 +1,21 @@
-"""``verl plan key=value ...``: the configuration that ``verl train`` would use, without loading torch."""
+"""``verl plan key=value ...``: the configuration that ``verl train`` would use, and the memory that it would need."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from verl.notices import add_sink
+
+if TYPE_CHECKING:
+    from verl.config import Config
 
 
 def main(argv: list[str]) -> int:
     """Print the resolved configuration as YAML on stdout; notices go to stderr.
+
+    If a model is given, the memory plan follows as YAML comments. Only then torch is imported; no weight is loaded.
 
     Raises:
         ConfigError: with all problems of the given values. Data and model need not be given.
@@ -19,6 +25,11 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
     parser.add_argument("--package", metavar="GROUP", help="show a part only, for example actor_rollout_ref.rollout")
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help='plan the memory for this GPU ("Tesla P40", "RTX 3090", H200) instead of this machine',
+    )
     arguments = parser.parse_intermixed_args(argv)
 
     from verl.config import job, load_config, resolve, validate
@@ -27,7 +38,20 @@ def main(argv: list[str]) -> int:
     try:
         config = load_config(arguments.overrides)
         validate(config, need_data=False, need_model=False)
-        print(job(resolve(config), arguments.package), end="")
+        config = resolve(config)
+        print(job(config, arguments.package), end="")
+        if config.actor_rollout_ref.model.path is not None and arguments.package is None:
+            _print_memory(config, arguments.gpu)
     finally:
         remove()
     return 0
+
+
+def _print_memory(config: Config, gpu: str | None) -> None:
+    from verl.trainer.planning import card, imagined, plan_lines
+    from verl.trainer.settings import hardware_for
+
+    found = card(gpu) if gpu else None
+    choice = hardware_for(config, imagined(found) if found else None)
+    for line in plan_lines(config, choice, found.tflops if found else None):
+        print(f"# {line}")

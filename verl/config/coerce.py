@@ -14,6 +14,7 @@ from verl.config.suggest import near_names
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
 _NULL = {"none", "null"}
+_AUTO = "auto"  # the other way to say null to a switch that is decided for the user
 _UNSET_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
@@ -104,6 +105,8 @@ def _convert(value: Any, hint: Any, text: str | None) -> Any:
         if type(None) in options:
             return None
         raise Mismatch
+    if options == (bool, type(None)) and isinstance(value, str) and value.lower() == _AUTO:
+        return None
     kinds = [option for option in options if option is not type(None)]
     # A list is never read as text, nor a text as a list, where an option takes both.
     if len(kinds) > 1:
@@ -128,21 +131,21 @@ def _convert_one(value: Any, kind: Any, text: str | None) -> Any:
 
 
 def _integer(value: Any, text: str | None) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
     number = _number(value, text)
     if number != number or number in (float("inf"), float("-inf")) or number != int(number):
         raise Mismatch
-    return value if isinstance(value, int) else int(number)
+    return int(number)
 
 
 def _number(value: Any, text: str | None) -> float:
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            raise Mismatch from None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise Mismatch
-    return float(value)
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        raise Mismatch from None
 
 
 def _boolean(value: Any, text: str | None) -> bool:

@@ -33,7 +33,8 @@ class Inert:
 _OFF = (False, 0, "null", "", {}, [])
 _PACKED = "sequences are always packed, there is no padding to remove"
 _ONE_DEVICE = "this version trains on one device"
-_LORA = "LoRA is not part of this version"
+_LORA = "LoRA of this kind is not part of this version"
+_CRITIC_LORA = "the critic trains all its weights"
 _ALWAYS_SAVED = "a checkpoint always holds everything that resume needs, and the exported model"
 _TEXT = "this version trains text models"
 _RAY = "no Ray cluster is used on one device"
@@ -90,12 +91,7 @@ _OPTIM_KEYS: dict[str, Inert] = {
     "override_optimizer_config": Inert("set the keys of optim", _OFF),
 }
 _MODEL_KEYS: dict[str, Inert] = {
-    "lora_rank": Inert(_LORA, (0,)),
-    "lora_alpha": Inert(_LORA),
-    "target_modules": Inert(_LORA),
-    "exclude_modules": Inert(_LORA),
     "target_parameters": Inert(_LORA),
-    "lora_adapter_path": Inert(_LORA, _OFF),
     "lora": Inert(_LORA),
     "hf_config_path": Inert("the config lies beside the weights; change values with model.override_config", _OFF),
     "enable_activation_offload": Inert("activations are recomputed, see enable_gradient_checkpointing"),
@@ -185,6 +181,8 @@ INERT: dict[str, Inert] = {
     # Critic
     **_under("critic", _ROLE_KEYS),
     **_under("critic.model", _MODEL_KEYS),
+    "critic.model.lora_rank": Inert(_CRITIC_LORA, (0,)),
+    **_all(_CRITIC_LORA, "critic.model", "lora_alpha target_modules exclude_modules lora_adapter_path"),
     **_all(_CRITIC_DTYPE, "critic", "torch_dtype model.dtype model.torch_dtype model.override_config.torch_dtype"),
     "critic.model.custom_cls": Inert("a value model class of your own is not part of this version", lambda v: not v),
     "critic.model.tokenizer_path": Inert("the critic reads the policy's token ids"),

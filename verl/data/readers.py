@@ -80,7 +80,7 @@ def read_parquet(path: Path) -> Part:
             return _checked(path, file.read())
     except PermissionError:
         raise
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} is not a readable parquet file: {_first_line(error)}") from error
 
 
@@ -95,7 +95,7 @@ def read_arrow(path: Path) -> Part:
         return _checked(path, table)
     except PermissionError:
         raise
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} is not a readable Arrow file: {_first_line(error)}") from error
 
 
@@ -171,7 +171,7 @@ def read_folder(path: Path, split: str) -> list[Part]:
     if (path / "state.json").is_file():
         return _read_arrow_dataset(path)
     if (path / "dataset_dict.json").is_file():
-        available = _read_json_file(path / "dataset_dict.json")["splits"]
+        available = _strings(path / "dataset_dict.json", _read_json_file(path / "dataset_dict.json").get("splits"))
         return _read_arrow_dataset(path / choose_split(available, split, str(path)))
     for name in SPLIT_FALLBACKS.get(split, (split,)):
         files = sorted(
@@ -200,14 +200,27 @@ def _read_arrow_dataset(path: Path) -> list[Part]:
     state = _read_json_file(state_file)
     if state.get("_indices_data_files"):
         raise DataError(f"{path} keeps a selection beside its rows, as old versions of datasets did: save it again")
-    return [read_arrow(path / entry["filename"]) for entry in state["_data_files"]]
+    entries = state.get("_data_files")
+    files = (
+        [entry.get("filename") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else None
+    )
+    return [read_arrow(path / name) for name in _strings(state_file, files)]
+
+
+def _strings(path: Path, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise DataError(f"{path} is damaged: it does not list names")
+    return value
 
 
 def _read_json_file(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is damaged: it holds no mapping")
+    return content
 
 
 def choose_split(available: Sequence[str], split: str, name: str) -> str:

@@ -19,6 +19,9 @@ class OneDeviceHybrid:
     Args:
         make_engine: builds the engine over the twin.
         version: tells the weights' version, so that the engine forgets what it computed from older ones.
+
+    Attributes:
+        twin: the rollout twin; its parameters are those of ``model``.
     """
 
     def __init__(
@@ -28,7 +31,8 @@ class OneDeviceHybrid:
         version: Callable[[], int],
     ):
         with building_models():
-            self._engine = make_engine(make_twin(model))
+            self.twin = make_twin(model)
+            self._engine = make_engine(self.twin)
         self._version = version
         self._engine_version = -1
         self.switch_seconds = 0.0

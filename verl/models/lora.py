@@ -72,7 +72,9 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
     """
     if importlib.util.find_spec("peft") is None:
         raise MissingDependencyError("peft", "LoRA (model.lora_rank)")
-    _inject(model, _peft_config(settings))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)  # all ranks start from the same adapters
+        _inject(model, _peft_config(settings))
     if settings.adapter_path is not None:
         _load(model, Path(settings.adapter_path))
 
@@ -99,6 +101,8 @@ def has_adapters(model: nn.Module) -> bool:
 def mirror_adapters(source: PreTrainedModel, twin: PreTrainedModel) -> None:
     """Give the twin adapter modules like those of ``source``; whoever calls puts the tensors in."""
     if has_adapters(source):
+        if ADAPTER not in source.peft_config:
+            raise ModelError(f"The model's adapter must be named '{ADAPTER}', not {sorted(source.peft_config)}.")
         _inject(twin, source.peft_config[ADAPTER])
 
 

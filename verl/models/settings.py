@@ -25,6 +25,7 @@ class LoraSettings:
         target_modules: "all-linear" (all but the output layer), a regular expression over module names, or a list of
             their endings. exclude_modules: the same, for modules to leave out.
         adapter_path: a folder with an adapter to go on from; rank, alpha and targets are then its own.
+        seed: of the fresh adapters' random values.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class LoraSettings:
     target_modules: str | list[str] = "all-linear"
     exclude_modules: str | list[str] | None = None
     adapter_path: str | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)

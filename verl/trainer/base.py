@@ -15,7 +15,6 @@ from verl.dataflow.executor import StepResult
 from verl.dataflow.flow import Batch
 from verl.errors import ConfigError
 from verl.metrics import Metrics
-from verl.models.backbone import hidden_states  # noqa: F401  (imported early so that a broken torch shows before loading)
 from verl.notices import notice
 from verl.protocol import DataProto
 from verl.tracking import RunDirectory, RunInfo, Tracker, step_metrics, write_report

@@ -61,8 +61,8 @@ class Roles:
         return self.actor.compute_log_prob(batch)
 
     def ref_log_prob(self, batch: DataProto) -> DataProto:
-        assert self.reference is not None
-        return self.reference.compute_ref_log_prob(batch)
+        """From the reference, or from the policy with its adapters off."""
+        return (self.reference or self.actor).compute_ref_log_prob(batch)
 
     def values(self, batch: DataProto) -> DataProto:
         assert self.critic is not None

@@ -12,19 +12,20 @@ from verl.config import (
     needs_old_log_probs,
     needs_reference,
 )
-from verl.config.tree import Actor, Optim
+from verl.config.tree import Actor, Model, Optim
 from verl.hardware import Choice, check_explicit, decide, environment_dtype
-from verl.models.settings import PACKED_ATTENTIONS, ModelSettings
+from verl.models.settings import PACKED_ATTENTIONS, LoraSettings, ModelSettings
 from verl.notices import notice
 from verl.rollout.base import SamplingParams
 from verl.train_engine.torch_engine import OptimizerSettings
+from verl.trainer.planning import checkpointing_needed
 from verl.workers.settings import ActorSettings, CriticSettings, Cut, ReferenceSettings, RolloutSettings
 
 
-def hardware_for(config: Config) -> Choice:
-    """What this machine will use, with the user's explicit choices checked against what it can do."""
-    device = None if config.trainer.device == "auto" else config.trainer.device
-    choice = decide(device)
+def hardware_for(config: Config, choice: Choice | None = None) -> Choice:
+    """What this machine (or the one of ``choice``) will use, with the user's explicit choices checked against it."""
+    if choice is None:
+        choice = decide(None if config.trainer.device == "auto" else config.trainer.device)
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     rollout_dtype = rollout.dtype if rollout.dtype != "auto" else environment_dtype() or "auto"
     choice = check_explicit(
@@ -73,7 +74,7 @@ def optimizer_of(optim: Optim, config: Config, *, total_steps: int, grad_clip: f
     )
 
 
-def model_of(model, choice: Choice) -> ModelSettings:
+def model_of(model, choice: Choice, config: Config) -> ModelSettings:
     """Settings of one role's model. An attention that cannot run packed (eager) gets padded batches."""
     packed = choice.attention in PACKED_ATTENTIONS
     return ModelSettings(
@@ -84,8 +85,41 @@ def model_of(model, choice: Choice) -> ModelSettings:
         kernel=choice.attention if packed else "sdpa",
         trust_remote_code=model.trust_remote_code,
         override_config=dict(model.override_config),
-        gradient_checkpointing=model.enable_gradient_checkpointing,
+        gradient_checkpointing=_checkpointing(model, choice, config),
     )
+
+
+def _checkpointing(model, choice: Choice, config: Config) -> bool:
+    """As asked for; else on a GPU where the update does not fit without."""
+    if model.enable_gradient_checkpointing is not None:
+        return model.enable_gradient_checkpointing
+    needed = checkpointing_needed(config, choice)
+    if needed:
+        notice(
+            "By the memory plan the update does not fit with all activations kept, so they are recomputed "
+            "(actor_rollout_ref.model.enable_gradient_checkpointing=false keeps them)."
+        )
+    return needed
+
+
+def policy_of(model: Model, choice: Choice, config: Config) -> ModelSettings:
+    """Settings of the trained policy: those of its model, and the adapters."""
+    lora = None
+    if trains_adapters(model):
+        lora = LoraSettings(
+            rank=model.lora_rank,
+            alpha=model.lora_alpha,
+            target_modules=model.target_modules,
+            exclude_modules=model.exclude_modules,
+            adapter_path=model.lora_adapter_path,
+            seed=config.trainer.seed,
+        )
+    return replace(model_of(model, choice, config), lora=lora, compile_layers=model.compile_layers and choice.triton)
+
+
+def trains_adapters(model: Model) -> bool:
+    """LoRA is on: the base weights are frozen, and serve as the reference."""
+    return model.lora_rank > 0 or model.lora_adapter_path is not None
 
 
 def actor_settings(config: Config, choice: Choice, total_steps: int) -> ActorSettings:
@@ -93,7 +127,7 @@ def actor_settings(config: Config, choice: Choice, total_steps: int) -> ActorSet
     parts = config.actor_rollout_ref
     actor, rollout = parts.actor, parts.rollout
     return ActorSettings(
-        model=model_of(parts.model, choice),
+        model=policy_of(parts.model, choice, config),
         optimizer=optimizer_of(actor.optim, config, total_steps=total_steps, grad_clip=actor.grad_clip),
         rollout=RolloutSettings(
             engine=choice.rollout_engine,
@@ -120,12 +154,12 @@ def _loss_of(config: Config) -> Actor:
 
 
 def reference_settings(config: Config, choice: Choice) -> ReferenceSettings | None:
-    """None if no KL is asked for: then there is no reference model at all."""
-    if not needs_reference(config):
+    """None if no KL is asked for, or if the frozen base under the adapters serves: then there is no second model."""
+    if not needs_reference(config) or trains_adapters(config.actor_rollout_ref.model):
         return None
     parts = config.actor_rollout_ref
     cut = cut_of(micro_batching(config, "ref"))
-    return ReferenceSettings(model_of(parts.model, choice), parts.rollout.temperature or 1.0, cut)
+    return ReferenceSettings(model_of(parts.model, choice, config), parts.rollout.temperature or 1.0, cut)
 
 
 def critic_settings(config: Config, choice: Choice, total_steps: int) -> CriticSettings | None:
@@ -134,7 +168,7 @@ def critic_settings(config: Config, choice: Choice, total_steps: int) -> CriticS
         return None
     critic = config.critic
     return CriticSettings(
-        model=model_of(critic.model, choice),
+        model=model_of(critic.model, choice, config),
         optimizer=optimizer_of(critic.optim, config, total_steps=total_steps, grad_clip=critic.grad_clip),
         cliprange_value=critic.cliprange_value,
         loss_agg_mode=critic.loss_agg_mode,

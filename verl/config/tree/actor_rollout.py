@@ -22,7 +22,26 @@ class Model:
     tokenizer_path: str | None = option(None, "Tokenizer folder or hub name; `null`: `path`.", path=True)
     trust_remote_code: bool = option(False, "Allow the model to run code from its repository.")
     override_config: dict[str, Any] = option({}, "Values written over the model's own config before it is built.")
-    enable_gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass to save memory.")
+    enable_gradient_checkpointing: bool | None = option(
+        None,
+        "Recompute activations in the backward pass to save memory; `null` or `auto`: on a GPU where the memory plan "
+        "needs it.",
+        verl="true",
+    )
+    compile_layers: bool = option(
+        False, "Compile the decoder layers of the training model (CUDA): a minute at the start, then faster updates."
+    )
+    lora_rank: int = option(0, "Rank of LoRA adapters; 0: train all weights. Needs the package peft.", low=0)
+    lora_alpha: float = option(16, "LoRA: adapters are scaled by alpha / rank.", above=0)
+    target_modules: str | list[str] = option(
+        "all-linear", "LoRA: `all-linear` (all but the output layer), a regular expression, or a list of name endings."
+    )
+    exclude_modules: str | list[str] | None = option(
+        None, "LoRA: modules to leave out, as a regular expression or a list of endings."
+    )
+    lora_adapter_path: str | None = option(
+        None, "LoRA: folder of an adapter to go on from; rank, alpha and targets are its own.", path=True
+    )
     custom_chat_template: str | None = option(None, "Chat template (Jinja text) in place of the tokenizer's own.")
     external_lib: str | None = option(
         None, "Python module, or several with commas, imported before the model is built (to register architectures)."

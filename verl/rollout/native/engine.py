@@ -166,6 +166,9 @@ class NativeEngine(RolloutEngine):
     def _find_end(self, row: Sequence, known: int) -> None:
         """Set the finish reason, and cut the row after the token that ends it. ``known`` tokens were looked at."""
         params = row.request.params
+        goes_on = len(row.tokens) < params.max_tokens and not params.stop
+        if goes_on and row.stops.isdisjoint(row.tokens[known:]):
+            return
         for i in range(known, min(len(row.tokens), params.max_tokens)):
             stopped = row.tokens[i] in row.stops
             if not stopped and params.stop:

@@ -49,13 +49,11 @@ class GraphRunner(Runner):
         self.capture_seconds = 0.0
         self.steps = 0
         self._pages = 0
+        self._last_rows: list[Sequence] = []
+        self._last_bucket = 0
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._pool = None
         self._stream = torch.cuda.Stream(shape.device)
-
-    def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
-        with self.layers.in_use():
-            return super().prefill(chunks)
 
     # layouts
 
@@ -96,8 +94,14 @@ class GraphRunner(Runner):
         bucket, filtered = bucket_of(len(rows)), _filtered(rows)
         state = self._state_for(rows)
         self._plan(rows)
+        known = len(self._graphs)
         graph = self._graph(bucket, filtered) if self.settings.graphs else None
-        state.fill(rows, bucket, self.vocabulary)
+        # where the same rows go on, the device knows all but their new pages (a capture works on the same tensors)
+        if len(self._graphs) == known and rows == self._last_rows and bucket == self._last_bucket:
+            state.resume(rows, bucket)
+        else:
+            state.fill(rows, bucket, self.vocabulary)
+        self._last_rows, self._last_bucket = list(rows), bucket
         for _ in range(steps):
             if graph is not None:
                 graph.replay()
@@ -126,6 +130,7 @@ class GraphRunner(Runner):
             if state is not None:
                 size, width, stops = max(size, state.size), max(width, state.width), max(stops, state.stop_width)
             size = max(size, min(bucket_of(self.settings.max_num_seqs), 1024))
+            self._last_rows = []
             self.state = DecodeState(size, width, max(8, stops), self.settings.window, self.device)
         assert self.state is not None
         return self.state
@@ -209,6 +214,7 @@ class GraphRunner(Runner):
             self.cache.data.zero_()  # gathered places that are masked must still be finite
 
     def release(self) -> None:
+        self._last_rows = []
         self.cache.release()
         if self.arena is not None:
             self.arena.unmap()

@@ -161,9 +161,9 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
 
 
 def splits_for(rows: int, heads: int) -> int:
-    """Parts of a context so that a GPU of about 130 multiprocessors is full."""
+    """Parts of a context, so many that a GPU of about 130 multiprocessors is full and unequal rows even out."""
     splits = 1
-    while rows * heads * splits < 512 and splits < 16:
+    while rows * heads * splits < 2048 and splits < 16:
         splits *= 2
     return splits
 

@@ -19,8 +19,9 @@ def decoder_layers(model: nn.Module, count: int) -> list[nn.Module]:
 
 
 class CompiledLayers:
-    """Compiled forwards of the decoder layers, put in place while a step is captured or prompts are computed.
+    """Compiled forwards of the decoder layers, put in place while a step is captured.
 
+    Prompts do without: their lengths vary so much that the program would be made anew, and a wide batch gains little.
     All layers share one program, for any batch size: the attention itself is left out of it (a captured graph makes
     the breaks free), so that nothing in it depends on the layer's number.
     """

@@ -34,33 +34,37 @@ def _stretch_kernel(
     with_noise = tl.load(noisy + b)
     seed = _mix(tl.load(seeds + b).to(tl.uint32, bitcast=True))
     row = _mix(seed + tl.load(steps + b).to(tl.uint32, bitcast=True) * 0x9E3779B9)
-    top, top_id, top_logit = -float("inf"), vocabulary, 0.0
-    m, total = -1e30, 0.0
+    # every lane keeps its own best and its own sum; they are merged once at the end
+    lane = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], -float("inf"), tl.float32)
+    top_id = tl.full([BLOCK], 0, tl.int32) + vocabulary
+    top_logit = tl.full([BLOCK], -float("inf"), tl.float32)
+    m = tl.full([BLOCK], -1e30, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
     for i in range(0, STRETCH, BLOCK):
-        v = part * STRETCH + i + tl.arange(0, BLOCK)
+        v = part * STRETCH + i + lane
         ok = v < vocabulary
         x = tl.load(logits + b.to(tl.int64) * stride + v, mask=ok, other=-float("inf")).to(tl.float32) / scale
         bits = _mix(row ^ _mix(v.to(tl.uint32, bitcast=True) + 0x3C6EF372))
         uniform = ((bits >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07
         noise = -libdevice.log(-libdevice.log(uniform))
         y = tl.where(with_noise > 0, x + noise, x)
-        y = tl.where(ok, y, -float("inf"))
-        here = tl.max(y, 0)
-        here_id = tl.min(tl.where(y == here, v, vocabulary), 0)
-        here_logit = tl.max(tl.where(v == here_id, x, -float("inf")), 0)
-        better = here > top
-        top_id = tl.where(better, here_id, top_id)
-        top_logit = tl.where(better, here_logit, top_logit)
-        top = tl.maximum(top, here)
-        m_next = tl.maximum(m, tl.max(x, 0))
-        total = total * tl.exp(m - m_next) + tl.sum(tl.exp(x - m_next), 0)
+        better = (y > top) & ok
+        top = tl.where(better, y, top)
+        top_id = tl.where(better, v, top_id)
+        top_logit = tl.where(better, x, top_logit)
+        m_next = tl.maximum(m, x)
+        total = total * tl.exp(m - m_next) + tl.where(ok, tl.exp(x - m_next), 0.0)
         m = m_next
+    best_here = tl.max(top, 0)
+    id_here = tl.min(tl.where(top == best_here, top_id, vocabulary), 0)
+    whole = tl.max(m, 0)
     at = b * parts + part
-    tl.store(best + at, top)
-    tl.store(best_id + at, top_id)
-    tl.store(best_logit + at, top_logit)
-    tl.store(part_max + at, m)
-    tl.store(part_sum + at, total)
+    tl.store(best + at, best_here)
+    tl.store(best_id + at, id_here)
+    tl.store(best_logit + at, tl.max(tl.where(top_id == id_here, top_logit, -float("inf")), 0))
+    tl.store(part_max + at, whole)
+    tl.store(part_sum + at, tl.sum(total * tl.exp(m - whole), 0))
 
 
 @triton.jit

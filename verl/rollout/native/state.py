@@ -52,21 +52,25 @@ class DecodeState:
         stops = np.full((bucket, self.stop_width), -1, np.int64)
         for i, row in enumerate(rows):
             stops[i, : len(row.stops)] = sorted(row.stops)
-        table = np.zeros((bucket, self.width), np.int32)
-        table[:n] = page_table([s.pages for s in rows], self.width)
         tokens, positions, left = torch.from_numpy(numbers)
         for target, source in (
             (self.tokens, tokens),
             (self.positions, positions),
             (self.left, left),
             (self.stops, torch.from_numpy(stops)),
-            (self.table, torch.from_numpy(table)),
         ):
             target[:bucket].copy_(source)
         self.alive[:bucket] = self.left[:bucket] > 0
+        self.sampling.fill(rows, vocabulary)
+        self.resume(rows, bucket)
+
+    def resume(self, rows: list[Sequence], bucket: int) -> None:
+        """The same rows go on: only their pages are new."""
+        table = np.zeros((bucket, self.width), np.int32)
+        table[: len(rows)] = page_table([s.pages for s in rows], self.width)
+        self.table[:bucket].copy_(torch.from_numpy(table))
         self.counts[:bucket] = 0
         self.step_index.zero_()
-        self.sampling.fill(rows, vocabulary)
 
     def advance(self, bucket: int, drawn: torch.Tensor, log_probs: torch.Tensor, sampled: torch.Tensor) -> None:
         """Take one drawn token a row over; rows that reach a stop id or their limit are done."""

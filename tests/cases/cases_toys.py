@@ -1,0 +1,27 @@
+"""Reward functions of these tests, in a module that a worker process imports quickly."""
+
+
+def one(solution_str):
+    return 1.0
+
+
+def by_source(data_source, solution_str):
+    return 1.0 if data_source == "A" else {"score": 0.5, "acc": True, "pred": solution_str}
+
+
+def two(solution_str, ground_truth):
+    return float(solution_str == ground_truth)
+
+
+def anything(**kwargs):
+    return float(kwargs["solution_str"] == kwargs["ground_truth"])
+
+
+async def awaited(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == ground_truth)
+
+
+def raising(solution_str, ground_truth):
+    if solution_str == "crash":
+        raise ValueError("this one row")
+    return float(solution_str == ground_truth)
