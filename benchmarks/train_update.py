@@ -3,8 +3,9 @@
     python benchmarks/train_update.py --shape 0.5b 1.5b [--compile] [--profile]
 
 Random weights in the shape of Qwen2.5 and 256 rows of 64 to 384 tokens, each of another prompt, so that every token is
-real work. MFU is 6 N T over the card's measured bf16 matrix rate (``--peak``, FLOP/s), N with the output layer counted
-once if tied; attention and recomputation are not counted. One step = forward, backward and AdamW on fp32 masters.
+real work. MFU is 6 N T over the card's measured bf16 matrix rate (``--peak``, FLOP/s): the layers at every token, the
+(tied) output layer at every response token; attention and recomputation are not counted. One step = packing, forward,
+backward and AdamW on fp32 masters.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def measure(shape: str, arguments: argparse.Namespace) -> dict[str, object]:
     torch.cuda.reset_peak_memory_stats()
     model = make_policy(shape, arguments)
     engine = TorchEngine(model, OptimizerSettings(lr=1e-6))
-    batch = make_batch(256, 64, 384, 32, arguments.samples)
+    batch = make_batch(256, 64, 384, arguments.prompt, arguments.samples)
     lengths = batch.batch["attention_mask"].sum(1).numpy()
     groups = np.arange(256) // arguments.samples
     parts = micro_batches(np.arange(256), lengths, groups, max_tokens=arguments.tokens)
@@ -108,7 +109,9 @@ def measure(shape: str, arguments: argparse.Namespace) -> dict[str, object]:
     if arguments.profile:
         profile(step)
     middle = statistics.median(seconds)
-    parameters = sum(p.numel() for p in model.parameters())
+    head = model.get_output_embeddings().weight.numel()
+    layers = sum(p.numel() for p in model.parameters()) - head
+    trained = int(batch.batch["response_mask"].sum())
     return {
         "shape": shape,
         "attention": model.config._attn_implementation,
@@ -120,7 +123,7 @@ def measure(shape: str, arguments: argparse.Namespace) -> dict[str, object]:
         "step_s": round(middle, 4),
         "spread_s": [round(min(seconds), 4), round(max(seconds), 4)],
         "tokens_per_s": round(total / middle),
-        "mfu": round(6 * parameters * real / middle / arguments.peak, 4),
+        "mfu": round(6 * (layers * real + head * trained) / middle / arguments.peak, 4),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
     }
 
@@ -145,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs="+", default=["0.5b", "1.5b"], choices=list(SHAPES))
     parser.add_argument("--tokens", type=int, default=32768, help="tokens a micro-batch")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--samples", type=int, default=1, help="rows that share a prompt")
     parser.add_argument("--attention", default="varlen", choices=["varlen", "sdpa", "flash_attn"])
     parser.add_argument("--steps", type=int, default=5)

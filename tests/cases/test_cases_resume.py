@@ -53,8 +53,8 @@ def straight(request, tiny_model_dir, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "stops",
-    [(1,), (2,), (3,), (4,), (1, 2, 3, 4)],
-    ids=["inside an epoch", "after a validation", "at the end of an epoch", "in the second epoch", "after every step"],
+    [(2,), (3,), (1, 2, 3, 4)],
+    ids=["inside an epoch, after a validation", "at the end of an epoch", "after every step"],
 )
 def test_a_run_that_stops_anywhere_gives_the_same_numbers_and_weights(straight, stops, tiny_model_dir, tmp_path):
     algorithm, right, final = straight

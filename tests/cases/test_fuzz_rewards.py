@@ -174,3 +174,9 @@ def test_a_data_source_without_a_rule_is_named_whatever_its_type(source):
         pytest.raises(RewardError, match=r"no built-in reward"),
     ):
         runner.score(batch)
+
+
+@pytest.mark.parametrize("gold", [True, False, math.nan, math.inf, None, [], "", "none"])
+def test_a_gold_answer_that_is_no_number_is_named(gold):
+    with pytest.raises(RewardError, match="holds no number"):
+        compute_score("#### 1", gold)

@@ -65,7 +65,7 @@ def test_a_7b_model_fits_24_gib_with_adapters():
     assert not fits(SEVEN_B, work)
     changes = changes_until_it_fits(SEVEN_B, work, longest=1536)
     assert fits(SEVEN_B, changes[-1].work)
-    assert "actor_rollout_ref.model.lora_rank" in changes[-1].values
+    assert any("actor_rollout_ref.model.lora_rank" in change.values for change in changes)
     assert lora_parameters(SEVEN_B, 16) == pytest.approx(40.4e6, rel=0.01)
 
 

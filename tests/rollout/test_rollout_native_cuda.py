@@ -7,6 +7,8 @@ import pytest
 import torch
 from tiny_models import FAMILIES, make_model, make_tokenizer
 
+from verl import notices
+from verl.errors import RolloutError
 from verl.hybrid import make_twin
 from verl.rollout import Request, SamplingParams
 from verl.rollout.native import NativeEngine
@@ -131,3 +133,32 @@ def test_numerics_of_bfloat16_stay_near_a_plain_forward():
         chosen = table.gather(1, whole[0, len(prompt) :, None])[:, 0].cpu().numpy()
         gaps.append(np.abs(c.log_probs - chosen))
     assert np.concatenate(gaps).mean() < 0.05
+
+
+def test_a_forward_that_looks_at_values_runs_without_graphs():
+    model = make_model("llama").cuda()
+    wanted = tokens_of(engine_for(model, compile="off").generate(requests_for(SamplingParams(20, temperature=1.0))))
+    twin = make_twin(model)
+    twin.model.layers[1].register_forward_hook(lambda module, args, output: output * (float(output.sum()) != 0.5))
+    engine = NativeEngine(twin, make_tokenizer(), (1,), page_size=4, max_pages=400)
+    assert tokens_of(engine.generate(requests_for(SamplingParams(20, temperature=1.0)))) == wanted
+    assert not engine.runner.capturing and any("without CUDA graphs" in text for text in notices.seen())
+    assert tokens_of(engine.generate(requests_for(SamplingParams(20, temperature=1.0)))) == wanted
+
+
+def test_the_cache_comes_back_when_torch_holds_the_memory():
+    model = make_model("llama").cuda()
+    engine = engine_for(model, max_pages=None, gpu_memory_utilization=0.6)
+    requests = requests_for(SamplingParams(20, temperature=0))
+    wanted = tokens_of(engine.generate(requests))
+    engine.release()
+    free = torch.cuda.mem_get_info()[0]
+    hoard = torch.empty(int(free * 0.8), dtype=torch.uint8, device="cuda")
+    with pytest.raises(RolloutError, match="gpu_memory_utilization"):
+        engine.generate(requests)
+    engine.abort()
+    engine.poll()
+    del hoard  # torch keeps it: the cache must ask for it
+    engine.weights_changed()
+    assert tokens_of(engine.generate(requests)) == wanted
+    engine.release()

@@ -65,7 +65,7 @@ def test_the_shared_prefix_is_read_once_with_the_same_result(dtype, heads):
     rows, free = [], iter(range(1, 200))
     for members, shared in ((3, 2), (2, 5), (1, 4), (4, 0), (5, 1)):
         prefix, group = [next(free) for _ in range(shared)], object()
-        for k in range(members):
+        for _ in range(members):
             own = int(torch.randint(1, 17, ()))
             length = shared * page + own
             row = Sequence(Request(f"{len(rows)}", np.arange(length), SamplingParams(4)), len(rows))

@@ -150,7 +150,6 @@ INERT: dict[str, Inert] = {
     f"{_AR}.rollout.mode": Inert("there is one rollout interface: submit, poll, abort"),
     f"{_AR}.rollout.logprobs_mode": Inert("log-probs are those of the temperature distribution"),
     f"{_AR}.rollout.full_determinism": Inert("it is trainer.full_determinism"),
-    f"{_AR}.rollout.gpu_memory_utilization": Inert("the cache is as large as the running sequences need"),
     f"{_AR}.rollout.max_model_len": Inert("it is data.max_prompt_length + data.max_response_length"),
     f"{_AR}.rollout.free_cache_engine": Inert("the cache is always given back before the update"),
     f"{_AR}.rollout.load_format": Inert("the rollout uses the live weights"),

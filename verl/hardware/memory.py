@@ -181,30 +181,45 @@ def changes_until_it_fits(shape: ModelShape, work: Workload, longest: int) -> li
         longest: tokens of the longest sequence, below which a micro-batch cannot go.
     """
     done: list[Change] = []
-
-    def take(values: dict[str, Any], changed: Workload) -> None:
-        nonlocal work
-        if not fits(shape, work) and peak(shape, changed).total < peak(shape, work).total:
-            work = changed
-            done.append(Change(values, work, peak(shape, work)))
-
-    take({"actor_rollout_ref.model.enable_gradient_checkpointing": True}, replace(work, checkpointing=True))
-    while not fits(shape, work) and max(work.micro_tokens, work.forward_tokens) // 2 >= longest:
-        half = max(work.micro_tokens, work.forward_tokens) // 2
-        key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-        before = len(done)
-        smaller = replace(
-            work, micro_tokens=min(work.micro_tokens, half), forward_tokens=min(work.forward_tokens, half)
-        )
-        take({key: half}, smaller)
-        if len(done) == before:
+    while not fits(shape, work):
+        found = _next_change(shape, work, longest)
+        if found is None or peak(shape, found[1]).total >= peak(shape, work).total:
             break
-    if work.rollout_rows > 16:
-        take({"actor_rollout_ref.rollout.max_num_seqs": 16}, replace(work, rollout_rows=16))
+        values, work = found
+        done.append(Change(values, work, peak(shape, work)))
+    return done
+
+
+def _next_change(shape: ModelShape, work: Workload, longest: int) -> tuple[dict[str, Any], Workload] | None:
+    """What lowers the phase at the peak: its values in the configuration, and the workload then."""
+    kept = sum(resident(shape, work).values()) + 4 * work.trainable
+    if kept > usable_bytes(work) and not lora(shape, work):
+        adapters = replace(work, trainable=lora_parameters(shape, 16), reference=False)
+        return {"actor_rollout_ref.model.lora_rank": 16}, adapters
+    phase = peak(shape, work).name
+    if phase == "rollout" and work.rollout_rows > 1:
+        rows = work.rollout_rows
+        while rows > 1 and _total(shape, replace(work, rollout_rows=rows), phase) > usable_bytes(work):
+            rows //= 2
+        return {"actor_rollout_ref.rollout.max_num_seqs": rows}, replace(work, rollout_rows=rows)
+    if phase == "update" and not work.checkpointing:
+        return {"actor_rollout_ref.model.enable_gradient_checkpointing": True}, replace(work, checkpointing=True)
+    tokens = max(work.micro_tokens, work.forward_tokens)
+    smaller = work
+    while tokens // 2 >= longest and _total(shape, smaller, phase) > usable_bytes(work):
+        tokens //= 2
+        micro, forward = min(work.micro_tokens, tokens), min(work.forward_tokens, tokens)
+        smaller = replace(work, micro_tokens=micro, forward_tokens=forward)
+    if smaller is not work:
+        return {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": tokens}, smaller
     if not lora(shape, work):
         adapters = replace(work, trainable=lora_parameters(shape, 16), reference=False)
-        take({"actor_rollout_ref.model.lora_rank": 16}, adapters)
-    return done
+        return {"actor_rollout_ref.model.lora_rank": 16}, adapters
+    return None
+
+
+def _total(shape: ModelShape, work: Workload, name: str) -> int:
+    return next(phase.total for phase in phases(shape, work) if phase.name == name)
 
 
 @dataclass(frozen=True)

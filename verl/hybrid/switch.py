@@ -37,6 +37,11 @@ class OneDeviceHybrid:
         self._engine_version = -1
         self.switch_seconds = 0.0
 
+    @property
+    def engine_name(self) -> str:
+        """Which engine generates: not always the one asked for, see :func:`verl.rollout.registry.make_engine`."""
+        return self._engine.name
+
     @contextlib.contextmanager
     def rollout_mode(self) -> Iterator[RolloutEngine]:
         """The engine, ready to generate from the current weights."""

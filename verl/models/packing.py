@@ -11,6 +11,7 @@ Shapes: T packed tokens, N predicted (trained) tokens, B rows, R response width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +83,11 @@ class RowTokens:
         """Response tokens that the model must see: all before the last trained one."""
         return int(self.trained[-1]) if len(self.trained) else 0
 
+    @property
+    def packed_length(self) -> int:
+        """Tokens that the row costs when packed by itself; 0 if nothing of it is trained."""
+        return len(self.prompt) + self.fed_response if len(self.trained) else 0
+
 
 def rows_of(batch: DataProto) -> list[RowTokens]:
     """Read the real tokens out of a padded sample batch (prompts left-padded, responses right-padded)."""
@@ -101,7 +107,15 @@ def rows_of(batch: DataProto) -> list[RowTokens]:
 
 def packed_lengths(batch: DataProto) -> np.ndarray:
     """(B,) tokens that each row costs when packed by itself (no sharing): what micro-batches are balanced by."""
-    return np.array([len(r.prompt) + r.fed_response if len(r.trained) else 0 for r in rows_of(batch)], dtype=np.int64)
+    return np.array([row.packed_length for row in rows_of(batch)], dtype=np.int64)
+
+
+def computed_tokens(rows: Sequence[RowTokens]) -> tuple[int, int]:
+    """(tokens that the layers compute, tokens that the output layer predicts) of one packed micro-batch."""
+    trained = [row for row in rows if len(row.trained)]
+    prompts = {row.prompt.tobytes(): len(row.prompt) for row in trained}
+    fed = sum(row.fed_response for row in trained)
+    return sum(prompts.values()) + fed, sum(len(row.trained) for row in trained)
 
 
 def pack(batch: DataProto, *, share_prompts: bool = True, device: torch.device | str = "cpu") -> PackedBatch:

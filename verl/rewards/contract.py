@@ -90,6 +90,11 @@ def inspect_function(
     style = _style(name, parameters, takes_any, kwargs)
     offered = {"row": ROW_PARAMETERS, "columns": COLUMN_PARAMETERS, "view": ()}[style]
     if style == "view":
+        if parameters[0].name in kwargs:
+            raise RewardError(
+                f"reward function '{name}' gets the batch as '{parameters[0].name}', which reward_kwargs sets too: "
+                "leave it out there"
+            )
         named = named[1:] if named and parameters[0] is named[0] else named
         names = {p.name for p in named}
     missing = [p.name for p in named if p.default is p.empty and p.name not in offered and p.name not in kwargs]

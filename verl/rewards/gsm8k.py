@@ -5,6 +5,7 @@ Numbers are compared as numbers: ``42``, ``42.``, ``$42``, ``42.00`` are equal, 
 
 from __future__ import annotations
 
+import math
 import numbers
 import re
 from decimal import Decimal
@@ -53,13 +54,17 @@ def compute_score(
 
 
 def _gold(ground_truth: Any) -> Decimal:
-    if isinstance(ground_truth, numbers.Real):
+    if isinstance(ground_truth, numbers.Real) and not isinstance(ground_truth, bool) and _is_finite(ground_truth):
         return Decimal(str(ground_truth))
     text = str(ground_truth)
     found = _LEADING_NUMBER.match(text.rpartition("####")[2])
     if found is None:
-        raise RewardError(f"the gsm8k ground truth {text!r} holds no number: repair reward_model.ground_truth")
+        raise RewardError(f"the gsm8k ground truth {text!r:.80} holds no number: repair reward_model.ground_truth")
     return Decimal(_clean("".join(found.groups())))
+
+
+def _is_finite(number: numbers.Real) -> bool:
+    return isinstance(number, int) or math.isfinite(number)
 
 
 def _sign(before: str) -> str:

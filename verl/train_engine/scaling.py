@@ -31,8 +31,10 @@ class LossScaler:
         return True
 
     def step_succeeded(self) -> None:
+        if not self.enabled:
+            return
         self.good_steps += 1
-        if self.enabled and self.good_steps % GROWTH_INTERVAL == 0:
+        if self.good_steps % GROWTH_INTERVAL == 0:
             self.scale = min(HIGHEST, self.scale * 2)
 
     def state(self) -> torch.Tensor:

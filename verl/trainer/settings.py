@@ -132,6 +132,8 @@ def actor_settings(config: Config, choice: Choice, total_steps: int) -> ActorSet
         rollout=RolloutSettings(
             engine=choice.rollout_engine,
             max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
             response_width=config.data.max_response_length,
             seed=rollout.seed,
         ),

@@ -67,6 +67,8 @@ class Actor(TrainedWorker):
             self.tokenizer,
             stop_token_ids(self.model, self.tokenizer),
             max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
         )
 
     @register(Dispatch.DP_COMPUTE_PROTO, mode="rollout", streaming=True)
@@ -228,6 +230,6 @@ class Actor(TrainedWorker):
             "dtype": str(self.settings.model.torch_dtype).removeprefix("torch."),
             "device": self.settings.model.device,
             "attention": self.model.config._attn_implementation,
-            "rollout_engine": self.settings.rollout.engine,
+            "rollout_engine": self.hybrid.engine_name,
             "vocabulary": int(np.int64(self.model.config.get_text_config().vocab_size)),
         }

@@ -24,6 +24,8 @@ class RolloutSettings:
 
     engine: str = "hf"
     max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.5
     response_width: int = 512
     seed: int = 0
 

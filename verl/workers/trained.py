@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import time
+
 import numpy as np
 import torch
 
 from verl.metrics import Metrics
-from verl.models.packing import packed_lengths
+from verl.models.packing import computed_tokens, rows_of
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Worker, register
 from verl.train_engine.base import LossOf, StepReport
@@ -14,6 +17,7 @@ from verl.train_engine.torch_engine import TorchEngine
 from verl.workers.fitting import TokenBudget, redo_until_it_fits
 from verl.workers.forward import cut_rows
 from verl.workers.settings import Cut
+from verl.workers.utilisation import Utilisation
 
 
 class TrainedWorker(Worker):
@@ -21,6 +25,10 @@ class TrainedWorker(Worker):
 
     role: str
     engine: TorchEngine
+
+    @functools.cached_property
+    def utilisation(self) -> Utilisation:
+        return Utilisation(self.engine.module)
 
     def budget(self, name: str, phase: str) -> TokenBudget:
         """The token budget of a phase: ``update`` or ``forward``; what it learns is saved with the engine's state."""
@@ -41,17 +49,26 @@ class TrainedWorker(Worker):
             columns: more tensors of the whole batch, by key, that the loss reads.
         """
 
+        tokens = rows_of(batch)
+
         def attempt(parts: list[np.ndarray]) -> StepReport:
-            micros = []
+            micros, started = [], time.perf_counter()
             for part in parts:
                 micro = batch.select_idxs(part)
                 for key, values in (columns or {}).items():
                     micro.batch[key] = values[torch.from_numpy(part)]
                 micros.append(micro)
-            return self.engine.train_step(micros, loss_of)
+            report = self.engine.train_step(micros, loss_of)
+            for part in parts:
+                self.utilisation.add(*computed_tokens([tokens[i] for i in part]))
+            seconds = time.perf_counter() - started
+            share = self.utilisation.of(seconds)
+            if share is not None:
+                report.metrics.add(f"perf/mfu/{self.role}", share, weight=seconds)
+            return report
 
         budget = self.budget("update", f"the update of the {self.role}")
-        lengths = packed_lengths(batch)
+        lengths = np.array([row.packed_length for row in tokens], dtype=np.int64)
         return redo_until_it_fits(
             budget, cut, attempt, lambda smaller: cut_rows(batch, smaller, rows), lengths, self.comm
         )

@@ -177,6 +177,9 @@ class Rollout:
     ignore_eos: bool = option(False, "Go on after the end-of-sequence token, up to the full length.")
     max_num_seqs: int = option(256, "Most sequences decoded at a time.", low=1)
     max_num_batched_tokens: int = option(8192, "Most prompt tokens a prefill pass.", low=1)
+    gpu_memory_utilization: float = option(
+        0.5, "Share of the GPU's free memory that the cache of running sequences takes.", above=0, high=1
+    )
     dtype: str = option(
         "auto",
         "Type the engine computes in; `auto`: the model's. The environment variable `VLLM_DTYPE` sets it too.",

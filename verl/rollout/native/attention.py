@@ -81,7 +81,8 @@ def paged_attention_forward(
         None if softcap is None else float(softcap),
     )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return verl_layout.attend(module.layer_idx, q, k, v, options)[None], None
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return verl_layout.attend(layer, q, k, v, options)[None], None
 
 
 # torch.compile must not look inside: a layer's number would make every layer a program of its own

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +46,7 @@ class GraphRunner(Runner):
         self.lookahead = settings.window
         self.vocabulary = twin.config.get_text_config().vocab_size
         self.triton = settings.triton and triton_works(shape)
+        self.capturing = settings.graphs
         self.layers = CompiledLayers(twin, shape.layers)
         self.arena: Arena | None = None
         self.state: DecodeState | None = None
@@ -52,7 +56,7 @@ class GraphRunner(Runner):
         self._last_rows: list[Sequence] = []
         self._last_bucket = 0
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._pool = None
+        self._pool: Any = None
         self._stream = torch.cuda.Stream(shape.device)
 
     # layouts
@@ -94,10 +98,10 @@ class GraphRunner(Runner):
         bucket, filtered = bucket_of(len(rows)), _filtered(rows)
         state = self._state_for(rows)
         self._plan(rows)
-        known = len(self._graphs)
-        graph = self._graph(bucket, filtered) if self.settings.graphs else None
+        captured = len(self._graphs)
+        graph = self._graph(bucket, filtered) if self.capturing else None
         # where the same rows go on, the device knows all but their new pages (a capture works on the same tensors)
-        if len(self._graphs) == known and rows == self._last_rows and bucket == self._last_bucket:
+        if len(self._graphs) == captured and rows == self._last_rows and bucket == self._last_bucket:
             state.resume(rows, bucket)
         else:
             state.fill(rows, bucket, self.vocabulary)
@@ -151,24 +155,40 @@ class GraphRunner(Runner):
             self._drop_graphs()
             self.layers.on = True
 
-    def _graph(self, bucket: int, filtered: bool) -> torch.cuda.CUDAGraph:
+    def _graph(self, bucket: int, filtered: bool) -> torch.cuda.CUDAGraph | None:
+        """The captured step; None if the model's forward looks at values on the host, which no graph can."""
         graph = self._graphs.get((bucket, filtered))
         if graph is None:
             started = time.perf_counter()
-            graph = self._graphs[bucket, filtered] = self._capture(bucket, filtered)
+            try:
+                graph = self._graphs[bucket, filtered] = self._capture(bucket, filtered)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except RuntimeError as problem:
+                reason = str(problem).strip().splitlines()[0]
+                model = type(self.twin).__name__
+                notice(f"Decode steps of {model} run without CUDA graphs, as capturing one failed: {reason}")
+                self.capturing = False
+                self._last_rows = []
             self.capture_seconds += time.perf_counter() - started
         return graph
 
     def _capture(self, bucket: int, filtered: bool) -> torch.cuda.CUDAGraph:
-        """Run the step twice on rows that own nothing, then record it."""
+        """Run the step twice on rows that own nothing, then record it.
+
+        The second time any wait of the host is an error: found here it costs nothing, while a recording that breaks
+        off leaves torch's allocator unable to give memory back.
+        """
         assert self.state is not None
         self.state.clear(bucket)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with self.layers.in_use():
             with torch.cuda.stream(self._stream):
-                for _ in range(2):
+                self._step(bucket, filtered)
+                self.state.step_index.zero_()
+                with _no_waiting():
                     self._step(bucket, filtered)
-                    self.state.step_index.zero_()
+                self.state.step_index.zero_()
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
@@ -205,13 +225,28 @@ class GraphRunner(Runner):
         if self.arena is None:
             self.cache.allocate(num_pages)
             return
-        self.arena.map()
+        self._map(self.arena)
         count = (num_pages + 1) * shape.page_bytes // shape.dtype.itemsize
         flat = self.arena.tensor().view(shape.dtype)[:count]
         self.cache.data = flat.view(shape.layers, 2, num_pages + 1, shape.page_size, shape.heads, shape.size)
         self.cache.data[:, :, 0].zero_()
         if not self.triton:
             self.cache.data.zero_()  # gathered places that are masked must still be finite
+
+    @staticmethod
+    def _map(arena: Arena) -> None:
+        """Put memory behind the cache; what torch keeps for later goes back to the GPU first if need be."""
+        try:
+            arena.map()
+        except RolloutError:
+            torch.cuda.empty_cache()
+            try:
+                arena.map()
+            except RolloutError as problem:
+                raise RolloutError(
+                    f"The GPU has no room for the rollout cache of {arena.size >> 20} MiB ({problem}); "
+                    "lower rollout.gpu_memory_utilization."
+                ) from problem
 
     def release(self) -> None:
         self._last_rows = []
@@ -220,6 +255,17 @@ class GraphRunner(Runner):
             self.arena.unmap()
         else:
             self._drop_graphs()
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Within this context an operation that makes the host wait for the device raises RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _filtered(rows: list[Sequence]) -> bool:
