@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 
+import pytest
 import yaml
 from cases_fuzz import fuzz, refused, scalars, texts, values
 from hypothesis import given
@@ -118,3 +119,9 @@ def test_what_was_loaded_is_written_and_read_back_unchanged(tmp_path_factory, da
     again, wanted = load_config(file=file), resolve(config)
     for key in LEAVES:
         assert get(again, key) == get(wanted, key), key
+
+
+@pytest.mark.parametrize("name", [[], {}, ["grpo"], 3, True])
+def test_a_preset_that_is_no_name_is_told(name):
+    _, message = refused(lambda: load_config(values={"preset": name}))
+    assert message is not None and "algorithm.name" in message

@@ -91,7 +91,9 @@ def test_every_change_lowers_the_peak_and_none_is_made_without_need(shape, card,
     assert fits(shape, work) == (not changes) or peaks[-1] > usable_bytes(work) or fits(shape, changes[-1].work)
 
 
-def test_checkpointing_and_adapters_cost_less():
+def test_checkpointing_adapters_and_offload_cost_less():
     plain = workload(SEVEN_B)
     assert peak(SEVEN_B, replace(plain, checkpointing=True)).total < peak(SEVEN_B, plain).total
     assert peak(SEVEN_B, replace(plain, trainable=10**7)).total < peak(SEVEN_B, plain).total
+    moved = peak(SEVEN_B, plain).total - peak(SEVEN_B, replace(plain, offload=True)).total
+    assert moved == 16 * SEVEN_B.parameters

@@ -8,7 +8,7 @@ from tiny_models import FAMILIES, make_model, sample_batch
 
 from verl import notices
 from verl.models.attention import NAME
-from verl.models.backbone import use_packed_attention
+from verl.models.backbone import may_share_prompts, use_packed_attention
 from verl.models.loading import enable_gradient_checkpointing
 from verl.models.packing import pack
 from verl.models.policy import log_probs
@@ -67,6 +67,12 @@ def test_a_prompt_is_computed_once_and_the_last_token_never():
     assert len(packed.target) == 3 + 7 + 1 + 2 + 1
     unshared = pack(sample_batch(ROWS), share_prompts=False)
     assert unshared.num_tokens == 4 * 4 + 2 + 6 + 0 + 1 + 9 + 3
+
+
+def test_prompts_are_not_shared_under_dropout():
+    assert may_share_prompts(make_model("llama").train())
+    dropping = make_model("llama", attention_dropout=0.1)
+    assert not may_share_prompts(dropping.train()) and may_share_prompts(dropping.eval())
 
 
 def test_a_family_without_packed_attention_runs_padded_with_a_notice():

@@ -283,3 +283,24 @@ def test_five_fp32_updates_do_not_depend_on_what_is_kept_for_the_backward_pass(f
     monkeypatch.setattr(linear_logprob, "_kept_bytes", lambda device: 0)
     monkeypatch.setattr(linear_logprob, "CHUNK_ELEMENTS", 7 * 96)
     same_movement(kept, five_updates(folder, batch, loss=dict(loss)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masters_and_moments_in_host_memory_change_nothing(folder, dtype):
+    """On a CPU the host is the device, so offload must give the same bits; live weights are written from the copies."""
+    states = []
+    for offload in (False, True):
+        settings = actor_settings(folder, dtype=dtype, cut=Cut(max_rows=4))
+        settings = replace(settings, optimizer=OptimizerSettings(lr=1e-2, offload=offload))
+        group = LocalWorkerGroup(Actor, settings)
+        pointers = [p.data_ptr() for p in group.workers[0].model.parameters()]
+        [state], _ = updated(group, recorded_batch(torch.float32), steps=5, prompts=3)
+        assert pointers == [p.data_ptr() for p in group.workers[0].model.parameters()]
+        again = LocalWorkerGroup(Actor, settings)
+        again.load_state_dict(state)
+        states += [state, updated(again, recorded_batch(torch.float32), steps=1)[0][0]]
+    for here, there in ((states[0], states[2]), (states[1], states[3])):
+        for name, tensor in here.items():
+            assert torch.equal(tensor, there[name]), name
+    assert ("master/transformer.wte.weight" in states[0]) == (dtype == "bfloat16")
+    assert "master/transformer.wte.weight" in states[2]

@@ -68,30 +68,41 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-@contextlib.contextmanager
-def only_saver(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock, which the system releases even after kill -9.
+def only_saver(directory: Path) -> AbstractContextManager[None]:
+    """While one process saves a checkpoint, no other does.
 
     Raises:
-        CheckpointError: another process holds it.
+        CheckpointError: another process saves one.
     """
+    return _alone(directory / LOCK, f"Another process is saving a checkpoint in {directory}")
+
+
+def only_run(directory: Path) -> AbstractContextManager[None]:
+    """While one process runs in a run folder, no other does: their records and checkpoints would mix.
+
+    Raises:
+        CheckpointError: another process runs there.
+    """
+    return _alone(directory / RUN_LOCK, f"Another run is using the folder {directory}; wait for it to end, or")
+
+
+@contextlib.contextmanager
+def _alone(lock: Path, taken: str) -> Iterator[None]:
+    """Hold a lock, which the system releases even after kill -9."""
     if fcntl is None:
         yield
         return
-    with open(directory / LOCK, "a", encoding="utf-8") as file:
+    with open(lock, "a", encoding="utf-8") as file:
         try:
             # a POSIX lock: unlike flock's it is not inherited by forked workers that outlive a killed run
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise CheckpointError(
-                    f"Another process is saving a checkpoint in {directory}; give every run its own "
-                    "trainer.default_local_dir."
-                ) from None
+                raise CheckpointError(f"{taken}; give every run its own trainer.default_local_dir.") from None
             if error.errno not in _UNSUPPORTED:
                 raise
             notice(
-                f"The file system of {directory} has no locks: take care that no other run uses this folder.",
+                f"The file system of {lock.parent} has no locks: take care that no other run uses this folder.",
                 key="no_file_locks",
             )
         yield

@@ -21,17 +21,18 @@ def foreign_distributions(
     """
     if distributions is None:
         distributions = importlib.metadata.distributions(name="verl")
-    problems = []
+    problems: dict[str, None] = {}  # one found by two places of sys.path is said once
     for distribution in distributions:
         home = _home(distribution)
         if home is None or not home.is_dir() or home.resolve() == package.resolve():
             continue
-        problems.append(
+        problem = (
             f"another distribution named verl, version {distribution.version}, is installed at {home} and one hides "
             f"the other (ByteDance has a project of that name): "
             f"pip uninstall verl, then pip install -e {package.parent}"
         )
-    return problems
+        problems[problem] = None
+    return list(problems)
 
 
 def _home(distribution: importlib.metadata.Distribution) -> Path | None:

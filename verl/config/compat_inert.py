@@ -49,7 +49,7 @@ _REWARD_MODEL_KEYS = (
 _ONE_RUNNER = "one reward runner does what each manager does"
 _MANAGERS = ("naive", "dapo", "batch", "prime")
 _ONE_ENGINE = "one process trains with plain PyTorch"
-_NO_OFFLOAD = "one process keeps everything on its device"
+_NO_OFFLOAD = "live weights stay on their device; optim.offload moves masters, gradient sums and moments"
 _CRITIC_DTYPE = "the critic computes in actor_rollout_ref.model.dtype"
 _SERVER = "a tuning knob of a serving engine, with no counterpart in the engines here"
 
@@ -72,7 +72,7 @@ _ROLE_KEYS: dict[str, Inert] = {
     "load_weight": Inert("weights are always loaded"),
 }
 _FSDP_KEYS: dict[str, Inert] = {
-    **{name: Inert(_NO_OFFLOAD) for name in ("param_offload", "optimizer_offload", "offload_policy")},
+    **{name: Inert(_NO_OFFLOAD) for name in ("param_offload", "offload_policy")},
     **{name: Inert(_SHARDING) for name in ("fsdp_size", "reshard_after_forward", "forward_prefetch", "wrap_policy")},
     **{name: Inert(_SHARDING) for name in ("use_orig_params", "param_offload_policy", "strategy", "grad_offload")},
     "ulysses_sequence_parallel_size": _PARALLEL,
@@ -145,6 +145,7 @@ INERT: dict[str, Inert] = {
     **_under(f"{_AR}.ref", _ROLE_KEYS),
     f"{_AR}.ref.fsdp_config": Inert(_SHARDING),
     **_under(f"{_AR}.ref.fsdp_config", _FSDP_KEYS),
+    f"{_AR}.ref.fsdp_config.optimizer_offload": Inert("the reference has no optimizer"),
     f"{_AR}.ref.fsdp_config.dtype": Inert("the reference computes in actor_rollout_ref.model.dtype"),
     f"{_AR}.rollout.calculate_log_probs": Inert("the log-prob of every sampled token is always recorded"),
     f"{_AR}.rollout.mode": Inert("there is one rollout interface: submit, poll, abort"),

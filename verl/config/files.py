@@ -20,7 +20,7 @@ def missing_files(config: Config, *, need_data: bool, need_model: bool) -> Itera
     model = config.actor_rollout_ref.model
     if not data.train_files and need_data and not trainer.val_only:
         yield "data.train_files is not set: name a parquet or jsonl file, a folder, or a hub data set"
-    if model.path is None and need_model:
+    if not model.path and need_model:
         yield "actor_rollout_ref.model.path is not set: name a model folder or a hub model"
     for key, value in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         for path in _listed(value):
@@ -33,15 +33,17 @@ def missing_files(config: Config, *, need_data: bool, need_model: bool) -> Itera
     models += [("data.tokenizer", data.tokenizer)]
     models += [("critic.model.path", config.critic.model.path)] if needs_critic(config) else []
     for key, path in models:
-        if path is not None and _is_local(path, data=False) and not Path(path).exists():
-            yield _missing(key, path, "no such folder")
+        if path and _is_local(path, data=False) and not Path(path).exists():
+            yield _missing(key, path, "no such folder", folders=True)
     for key, path in (
         ("data.custom_cls.path", data.custom_cls.path),
         ("reward.custom_reward_function.path", reward.custom_reward_function.path),
         ("algorithm.custom_path", config.algorithm.custom_path),
         ("trainer.sample_prompts", trainer.sample_prompts if isinstance(trainer.sample_prompts, str) else None),
     ):
-        if path is not None and not Path(path).is_file():
+        if path is not None and Path(path).is_dir():
+            yield f"{key}={path} is a folder: name the file in it"
+        elif path is not None and not Path(path).is_file():
             yield _missing(key, path, "no such file")
 
 
@@ -58,6 +60,6 @@ def _is_local(path: str, *, data: bool) -> bool:
     return "/" in path and Path(path).parent.is_dir()
 
 
-def _missing(key: str, path: str, what: str) -> str:
-    near = near_path(path)
+def _missing(key: str, path: str, what: str, *, folders: bool = False) -> str:
+    near = near_path(path, folders=folders)
     return f"{key}={path}: {what}" + (f"; did you mean {near}?" if near else f" (working directory {Path.cwd()})")

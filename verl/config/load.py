@@ -141,7 +141,7 @@ def _preset(settings: list[Setting], problems: list[str]) -> list[Setting]:
     name = [setting for setting in names if setting.layer == top][-1].value
     if name is None:
         return []
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         known = ", ".join(PRESETS)
         problems.append(f"algorithm.name={name!r} is not a preset{did_you_mean(name, PRESETS)}; there are {known}")
         return []

@@ -113,6 +113,7 @@ def read_jsonl(path: Path) -> Part:
     """One JSON object per line; empty lines are skipped."""
     rows: list[Row] = []
     lines: list[int] = []
+    number = 0
     try:
         # utf-8-sig: editors on Windows write a byte-order mark.
         with open(path, encoding="utf-8-sig") as file:
@@ -121,7 +122,10 @@ def read_jsonl(path: Path) -> Part:
                     rows.append(_json_object(line, path, number))
                     lines.append(number)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text after line {lines[-1] if lines else 0}: {error}") from error
+        where = f"after line {number}" if number else "from its beginning"
+        raise DataError(
+            f"{path} is not UTF-8 text {where} ({error}): save it as UTF-8, or name it by what it is (.parquet, .arrow)"
+        ) from error
     return Part.from_list(str(path), rows, lines)
 
 

@@ -15,7 +15,7 @@ USABLE = 0.95  # of the rest: what the allocator can hand out before fragmentati
 LOGITS_CHUNK = 32 * 2**20  # elements, see verl.models.linear_logprob
 KERNEL_CHUNK = 512 * 2**20
 KEPT_SHARE = 8
-MOMENT_BYTES = {"adamw": 8.0, "adamw8bit": 2.1, "sgd": 0.0}
+MOMENT_BYTES = {"adamw": 8.0, "sgd": 0.0}
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Workload:
         reference: a frozen copy is loaded. critic: a value model of the policy's shape is trained.
         rollout_rows, rollout_tokens: sequences in flight at a time, and tokens of each.
         flash: attention is flash attention over packed rows, without padded copies.
+        offload: masters, gradient sums and moments are in host memory.
     """
 
     element: int
@@ -64,6 +65,7 @@ class Workload:
     checkpointing: bool = False
     compiled: bool = False
     flash: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,19 @@ def resident(shape: ModelShape, work: Workload) -> dict[str, int]:
     """What stays for the whole run: weights, masters, moments of every role."""
     roles = 2 if work.critic else 1
     trainable = work.trainable + (shape.parameters if work.critic else 0)
+    adapters = work.trainable if lora(shape, work) else 0
+    here = 0 if work.offload else trainable
     parts = {
-        "weights": roles * shape.parameters * work.element
-        + (work.trainable * work.element if lora(shape, work) else 0),
-        "fp32 masters": trainable * 4 if work.element < 4 else 0,
-        "optimizer moments": int(trainable * MOMENT_BYTES[work.optimizer]),
+        "weights": (roles * shape.parameters + adapters) * work.element,
+        "fp32 masters": here * 4 if work.element < 4 else 0,
+        "optimizer moments": int(here * MOMENT_BYTES[work.optimizer]),
         "reference": shape.parameters * work.element if work.reference else 0,
     }
     return {name: count for name, count in parts.items() if count}
+
+
+def gradient_bytes(work: Workload) -> int:
+    return 0 if work.offload else 4 * work.trainable
 
 
 def lora(shape: ModelShape, work: Workload) -> bool:
@@ -140,7 +147,7 @@ def phases(shape: ModelShape, work: Workload) -> list[Phase]:
     forward = {**fixed, "one layer": hidden, "logits": forward_logits}
     update = {
         **fixed,
-        "fp32 gradients": 4 * work.trainable,
+        "fp32 gradients": gradient_bytes(work),
         "activations": activations(shape, work),
         "logits": logits_bytes(shape, work, work.micro_tokens, training=True),
     }
@@ -192,7 +199,7 @@ def changes_until_it_fits(shape: ModelShape, work: Workload, longest: int) -> li
 
 def _next_change(shape: ModelShape, work: Workload, longest: int) -> tuple[dict[str, Any], Workload] | None:
     """What lowers the phase at the peak: its values in the configuration, and the workload then."""
-    kept = sum(resident(shape, work).values()) + 4 * work.trainable
+    kept = sum(resident(shape, work).values()) + gradient_bytes(work)
     if kept > usable_bytes(work) and not lora(shape, work):
         adapters = replace(work, trainable=lora_parameters(shape, 16), reference=False)
         return {"actor_rollout_ref.model.lora_rank": 16}, adapters

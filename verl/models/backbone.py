@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from verl.errors import ModelError
 from verl.models import attention, varlen
+from verl.models.loading import DROPOUT_NAMES
 from verl.models.packing import PackedBatch, Segment
 from verl.notices import notice
 
@@ -18,6 +19,14 @@ LAYOUTS = {
 }
 KERNELS = {"sdpa": attention.NAME, "varlen": varlen.VARLEN, "flash_attn": varlen.FLASH}
 """Packed attentions by the hardware table's names."""
+
+
+def may_share_prompts(model: PreTrainedModel) -> bool:
+    """Whether the responses to a prompt may use one computation of it: not if dropout would draw one mask for all of
+    them, nor if a router's loss counts each token that the model sees."""
+    config = model.config.get_text_config()
+    dropout = model.training and any(getattr(config, name, None) for name in DROPOUT_NAMES)
+    return not dropout and not getattr(config, "output_router_logits", False)
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> torch.Tensor:

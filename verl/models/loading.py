@@ -150,6 +150,18 @@ def load_causal_lm(
     return model.to(device)
 
 
+DROPOUT_NAMES = (
+    "attention_dropout",
+    "attn_pdrop",
+    "resid_pdrop",
+    "embd_pdrop",
+    "hidden_dropout",
+    "dropout",
+    "classifier_dropout",
+)
+"""Names of dropout probabilities in the configs of transformers' models."""
+
+
 def disable_dropout(model: nn.Module, keep: dict[str, Any] | None = None) -> None:
     """Set every dropout probability to zero, except those that the user gave in ``keep`` by their config name."""
     config = getattr(model, "config", None)
@@ -167,15 +179,7 @@ def disable_dropout(model: nn.Module, keep: dict[str, Any] | None = None) -> Non
         for name in ("attention_dropout", "dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
-    for name in (
-        "attention_dropout",
-        "attn_pdrop",
-        "resid_pdrop",
-        "embd_pdrop",
-        "hidden_dropout",
-        "dropout",
-        "classifier_dropout",
-    ):
+    for name in DROPOUT_NAMES:
         if isinstance(getattr(config, name, None), float):
             setattr(config, name, 0.0)
 

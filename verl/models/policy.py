@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from verl.models.backbone import hidden_states, lm_head, use_packed_attention
+from verl.models.backbone import hidden_states, lm_head, may_share_prompts, use_packed_attention
 from verl.models.linear_logprob import linear_log_prob
 from verl.models.loading import building_models, compile_layers, enable_gradient_checkpointing, load_causal_lm
 from verl.models.lora import add_adapters
@@ -55,7 +55,7 @@ def log_probs(
     ``entropy_gradient=False``: the entropy is only looked at.
     """
     device = next(model.parameters()).device
-    packed = pack(batch, device=device)
+    packed = pack(batch, share_prompts=may_share_prompts(model), device=device)
     if not len(packed.target):
         dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         zeros = torch.zeros(packed.shape, device=device, dtype=dtype)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedModel
 
 from verl.errors import ModelError
-from verl.models.backbone import hidden_states, use_packed_attention
+from verl.models.backbone import hidden_states, may_share_prompts, use_packed_attention
 from verl.models.loading import (
     LOAD_ERRORS,
     building_models,
@@ -55,7 +55,7 @@ class ValueModel(nn.Module):
     def forward(self, batch: DataProto) -> torch.Tensor:
         """Values for every trained token (0 elsewhere), fp32; the value of a token belongs to the state before it."""
         head = self.head
-        packed = pack(batch, device=head.weight.device)
+        packed = pack(batch, share_prompts=may_share_prompts(self.model), device=head.weight.device)
         if not len(packed.target):
             return torch.zeros(packed.shape, device=head.weight.device)
         hidden = hidden_states(self.model, packed)[packed.source]

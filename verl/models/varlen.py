@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
@@ -93,7 +94,7 @@ def _torch_kernel() -> Callable:
     known = inspect.signature(varlen_attn).parameters
 
     def call(q, k, v, layout: VarlenLayout, scale: float | None, window: int | None) -> torch.Tensor:
-        extra: dict[str, object] = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in known else {}
+        extra: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in known else {}
         if "scale" in known:
             extra["scale"] = scale
         elif scale is not None and abs(scale * q.shape[-1] ** 0.5 - 1) > 1e-6:

@@ -61,7 +61,7 @@ def load_module(file: str) -> ModuleType:
     except SyntaxError as error:
         where = f"{error.filename or file}, line {error.lineno}"
         raise RewardError(f"reward file {where}: {error.msg}: {(error.text or '').strip()}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself would end the run without a word
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
         where = f"{file}, line {frames[-1].lineno}" if frames else file
         raise RewardError(f"reward file {where}: {type(error).__name__} while loading it: {error}") from error

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from verl.errors import RewardError
@@ -163,9 +164,14 @@ class RewardRunner:
             results, metrics = self._results(piece)
             scored = scored_batch(piece.batch, results, metrics)
         except BaseException as error:
-            piece.future.set_exception(error)
+            fill = partial(piece.future.set_exception, error)
         else:
-            piece.future.set_result(scored)
+            fill = partial(piece.future.set_result, scored)
+        try:
+            fill()
+        except InvalidStateError:
+            if not piece.future.cancelled():  # cancelled: the step was given up, and nobody waits any more
+                raise
 
     def _results(self, piece: _Piece) -> tuple[list[RewardResult], Metrics]:
         results, timeouts, seconds = self._rows_of_batch(piece) if self._is_batch else _rows_of_calls(piece)

@@ -132,8 +132,9 @@ class JsonlFile:
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
-        except OSError:
+        except OSError as error:
             os.ftruncate(self._fd, good)
+            error.filename = str(self.path)  # a write to a descriptor does not know it
             raise
         self._pending.clear()
 

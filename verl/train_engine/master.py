@@ -2,6 +2,7 @@
 
 Live weights narrower than fp32 compute; the optimizer works on an fp32 master and writes ``live <- round(master)``
 into the same storage. Gradients of micro-batches are added up in fp32: a bf16 sum would lose the small ones.
+With offload, masters, gradient sums and moments lie in host memory and the optimizer runs there.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ class MasterWeights:
 
     ``masters[name]`` is the parameter itself where it is fp32 or fp64, else an fp32 copy. Masters' ``.grad`` hold the
     gradient sums.
+
+    Args:
+        offload: every master is a copy in (pinned) host memory.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, *, offload: bool = False):
         self.live = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters: dict[str, nn.Parameter] = {}
         self._hooks = []
         for name, p in self.live.items():
-            if is_wide(p.dtype):
+            if is_wide(p.dtype) and not offload:
                 self.masters[name] = p
                 continue
-            master = nn.Parameter(p.detach().float())
+            wide = torch.promote_types(p.dtype, torch.float32)
+            copy = p.detach().to("cpu" if offload else p.device, wide, copy=True)
+            master = nn.Parameter(copy.pin_memory() if offload and p.is_cuda else copy)
             self.masters[name] = master
             self._hooks.append(p.register_post_accumulate_grad_hook(self._adder(master)))
 
@@ -39,9 +45,9 @@ class MasterWeights:
     def _adder(master: nn.Parameter):
         def add(live: torch.Tensor) -> None:
             if master.grad is None:
-                master.grad = live.grad.float()
+                master.grad = live.grad.to(master.device, master.dtype)
             else:
-                master.grad.add_(live.grad)
+                master.grad.add_(live.grad.to(master.device))
             live.grad = None
 
         return add

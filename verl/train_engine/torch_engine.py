@@ -25,7 +25,10 @@ LEARNED = ("update", "forward")
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Optimizer, schedule and guards of one role. Steps of the schedule are training steps."""
+    """Optimizer, schedule and guards of one role. Steps of the schedule are training steps.
+
+    ``offload``: masters, gradient sums and moments lie in host memory, and the optimizer runs on the CPU.
+    """
 
     lr: float
     weight_decay: float = 0.01
@@ -39,6 +42,7 @@ class OptimizerSettings:
     num_cycles: float = 0.5
     grad_clip: float = 1.0
     max_nonfinite_steps: int = 5
+    offload: bool = False
 
 
 class TorchEngine(TrainEngine):
@@ -58,7 +62,7 @@ class TorchEngine(TrainEngine):
         self.skipped_in_a_row = 0
         self.skipped_total = 0
         self.learned_tokens = dict.fromkeys(LEARNED, 0)
-        self.weights = MasterWeights(module)
+        self.weights = MasterWeights(module, offload=settings.offload)
         self.scaler = LossScaler(any(p.dtype == torch.float16 for p in self.weights.live.values()))
         self.optimizer = self._make_optimizer()
 
@@ -158,8 +162,8 @@ class TorchEngine(TrainEngine):
             device = next(iter(self.weights.masters.values())).device
             raise TrainingError(
                 f"Out of memory in the optimizer step ({memory_numbers(device)}): the optimizer's state does not fit. "
-                "Set optim.optimizer=AdamW8bit or SGD, train adapters only (model.lora_rank=16), or take a smaller "
-                "model."
+                "Set optim.offload=true or optim.optimizer=SGD, train adapters only (model.lora_rank=16), or take a "
+                "smaller model."
             ) from error
         self.weights.publish()
         self.version += 1

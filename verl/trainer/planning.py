@@ -64,7 +64,7 @@ def workload(config: Config, choice: Choice, shape: ModelShape) -> Workload:
     def tokens(step: Any) -> int:
         batching = micro_batching(config, step)
         most = samples_per_step(config) * longest
-        return min(most, batching.rows * longest if batching.by == "rows" else max(batching.tokens, longest))
+        return min(most, batching.rows * longest if batching.rows is not None else max(batching.tokens, longest))
 
     half = choice.dtype in ("bfloat16", "float16")
     return Workload(
@@ -83,6 +83,7 @@ def workload(config: Config, choice: Choice, shape: ModelShape) -> Workload:
         critic=needs_critic(config),
         checkpointing=bool(parts.model.enable_gradient_checkpointing),
         compiled=parts.model.compile_layers and choice.triton,
+        offload=parts.actor.optim.offload and choice.device.kind == "cuda",
         flash=choice.attention in ("varlen", "flash_attn"),
     )
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.algorithms.kl_controller import FixedKLController, get_kl_controller
 from verl.config import Config
-from verl.errors import ConfigError, TrainingError
+from verl.errors import ConfigError, ModelError, TrainingError
 from verl.hardware import Choice
 from verl.metrics import Metrics
 from verl.protocol import DataProto
@@ -40,8 +40,19 @@ class Roles:
     dump_folder: Path
 
     def generate(self, batch: DataProto, *, n: int, sampling: SamplingParams):
-        """Stream the n responses of every prompt."""
-        width = max(len(ids) for ids in batch.non_tensor_batch["prompt_ids"])
+        """Stream the n responses of every prompt.
+
+        Raises:
+            ModelError: a prompt has token ids that the model does not know.
+        """
+        prompts = batch.non_tensor_batch["prompt_ids"]
+        width = max(len(ids) for ids in prompts)
+        highest, vocabulary = max(int(ids.max()) for ids in prompts), self.actor.describe()["vocabulary"]
+        if highest >= vocabulary:
+            raise ModelError(
+                f"A prompt has the token id {highest}, but the model's vocabulary has {vocabulary} entries: the "
+                "tokenizer is another model's; set actor_rollout_ref.model.tokenizer_path to the right one."
+            )
         return self.actor.generate(batch, n=n, sampling=sampling, prompt_width=width)
 
     def generate_greedy(self, batch: DataProto, *, sampling: SamplingParams) -> DataProto:

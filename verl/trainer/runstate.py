@@ -46,6 +46,7 @@ def save(trainer: Trainer, folder: Path) -> None:
         "versions": dict(trainer.flows.versions),
         "loops": {name: state["versions"] for name, state in loops.items()},
         "best_score": trainer.evaluation.score,
+        "metrics": trainer.metrics,
         "runtime": runtime_facts(),
     }
     write_state(folder / STATE_FOLDER, tensors, extra)
@@ -86,14 +87,20 @@ def _restore(trainer: Trainer, folder: Path) -> None:
                 raise CheckpointError(
                     f"{folder} has no {name}, but this run trains one; was it made by another algorithm?"
                 )
-            group.load_state_dict(mine)
+            try:
+                group.load_state_dict(mine)
+            except VerlError as error:
+                raise CheckpointError(
+                    f"{folder} cannot be resumed from: {error} Start anew with trainer.resume_mode=disable, or give "
+                    "this run a folder of its own with trainer.default_local_dir."
+                ) from error
     trainer.loader.load_state_dict(extra["loader"])
     roles.kl_controller.load_state_dict(extra["kl_controller"])
     rng.restore({k.removeprefix("rng/"): v for k, v in tensors.items() if k.startswith("rng/")}, extra["rng"])
     trainer.flows.versions.update(extra["versions"])
     _restore_loops(trainer, folder, extra["loops"])
     trainer.evaluation.score = extra["best_score"]
-    trainer.global_steps = extra["global_step"]
+    trainer.global_steps, trainer.metrics = extra["global_step"], extra["metrics"]
     differences = environment_differences(extra["runtime"], runtime_facts())
     if differences:
         notice(f"Resuming is not bit for bit here, because these differ from the checkpoint: {'; '.join(differences)}.")

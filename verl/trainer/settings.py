@@ -53,8 +53,12 @@ def cut_of(batching: MicroBatching) -> Cut:
     return Cut(max_tokens=batching.tokens, key=batching.key)
 
 
-def optimizer_of(optim: Optim, config: Config, *, total_steps: int, grad_clip: float) -> OptimizerSettings:
+def optimizer_of(
+    optim: Optim, config: Config, choice: Choice, *, total_steps: int, grad_clip: float
+) -> OptimizerSettings:
     """Optimizer settings; warm-up steps from their ratio where no number was given."""
+    if optim.offload and choice.device.kind != "cuda":
+        notice("optim.offload has no effect here: the weights lie in host memory already.")
     warmup = optim.lr_warmup_steps
     if warmup < 0:
         warmup = round(optim.lr_warmup_steps_ratio * total_steps)
@@ -70,6 +74,7 @@ def optimizer_of(optim: Optim, config: Config, *, total_steps: int, grad_clip: f
         min_lr_ratio=optim.min_lr_ratio,
         num_cycles=optim.num_cycles,
         grad_clip=grad_clip,
+        offload=optim.offload and choice.device.kind == "cuda",
         max_nonfinite_steps=config.actor_rollout_ref.actor.max_nonfinite_steps,
     )
 
@@ -128,7 +133,7 @@ def actor_settings(config: Config, choice: Choice, total_steps: int) -> ActorSet
     actor, rollout = parts.actor, parts.rollout
     return ActorSettings(
         model=policy_of(parts.model, choice, config),
-        optimizer=optimizer_of(actor.optim, config, total_steps=total_steps, grad_clip=actor.grad_clip),
+        optimizer=optimizer_of(actor.optim, config, choice, total_steps=total_steps, grad_clip=actor.grad_clip),
         rollout=RolloutSettings(
             engine=choice.rollout_engine,
             max_num_seqs=rollout.max_num_seqs,
@@ -171,7 +176,7 @@ def critic_settings(config: Config, choice: Choice, total_steps: int) -> CriticS
     critic = config.critic
     return CriticSettings(
         model=model_of(critic.model, choice, config),
-        optimizer=optimizer_of(critic.optim, config, total_steps=total_steps, grad_clip=critic.grad_clip),
+        optimizer=optimizer_of(critic.optim, config, choice, total_steps=total_steps, grad_clip=critic.grad_clip),
         cliprange_value=critic.cliprange_value,
         loss_agg_mode=critic.loss_agg_mode,
         loss_scale_factor=config.actor_rollout_ref.actor.loss_scale_factor,

@@ -87,4 +87,5 @@ def redo_until_it_fits(
         failed = None if number is None else (len(parts[number]), int(lengths[parts[number]].sum()))
         everybody = [f for f in comm.all_gather_object(failed) if f is not None]
         # a single row that does not fit on any rank stops all of them; else the smallest that failed decides
-        budget.lower(*min(everybody), cut)
+        rows, tokens = min(everybody)
+        budget.lower(rows, tokens, cut)

@@ -52,6 +52,7 @@ def over_micro_batches(
                 raise
             found = None
         if found is None:
+            assert budget is not None
             release_memory()
             budget.lower(len(rows), int(lengths[rows].sum()), cut)
             waiting = cut_rows(batch, budget.apply(cut), np.concatenate([rows, *waiting]))

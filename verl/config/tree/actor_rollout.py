@@ -75,6 +75,9 @@ class Optim:
     lr_scheduler_type: str = option("constant", "After warm-up.", choices=names.SCHEDULES)
     min_lr_ratio: float = option(0.0, "Lowest rate of a decaying schedule, as a fraction of `lr`.", low=0, high=1)
     num_cycles: float = option(0.5, "Cosine periods; 0.5 goes down once.", above=0)
+    offload: bool = option(
+        False, "Master weights, gradient sums and moments in host memory, where the optimizer then runs (for GPUs)."
+    )
 
 
 @dataclass(slots=True)
