@@ -115,3 +115,9 @@ def test_without_torch_it_still_speaks(tmp_path):
     assert result.returncode == 2, result.stderr
     assert "torch" in result.stdout.split("to put right:")[1]
     assert "Machine\n" in result.stdout and "Chosen here" not in result.stdout
+
+
+def test_one_that_two_paths_find_is_said_once(tmp_path):
+    site = install(tmp_path / "site")
+    distributions = [*importlib.metadata.distributions(name="verl", path=[str(site)])] * 2
+    assert len(foreign_distributions(PACKAGE, distributions)) == 1

@@ -116,3 +116,19 @@ def test_missing_optional_packages_are_those_not_importable():
     for package in missing_optional():
         assert importlib.util.find_spec(normalized(package.name).replace("-", "_")) is None
         assert package.install.startswith("pip install")
+
+
+def test_a_scheduler_that_ends_the_run_lets_it_clean_up():
+    code = (
+        "import os, signal, sys, time\n"
+        "from verl.cli import run_cli\n"
+        "def command(argv):\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        time.sleep(10)\n"
+        "    finally:\n"
+        "        print('report written')\n"
+        "sys.exit(run_cli(command, []))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+    assert (result.returncode, result.stdout, result.stderr) == (143, "report written\n", "terminated\n")

@@ -77,6 +77,7 @@ def test_required_keys():
         (f"{AR}.rollout.min_p=1", "less than 1"),
         (f"{AR}.rollout.temperature=0", "greater than 0 in training"),
         (f"{AR}.rollout.val_kwargs.do_sample=true", "val_kwargs.temperature"),
+        (f"{AR}.rollout.stop=['']", "holds an empty text"),
         (f"{AR}.actor.optim.betas=[0.9]", "two numbers"),
         (f"{AR}.actor.optim.betas=[0.9,1.0]", "two numbers"),
         ("data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=16", "more than data.train_batch_size=8"),
@@ -347,3 +348,23 @@ def test_the_reference_page_is_up_to_date():
     assert page.read_text(encoding="utf-8") == text, "run: python -m verl.config.reference > docs/config.md"
     for key in LEAVES:
         assert f"| `{key.rpartition('.')[2]}` |" in text
+
+
+def test_what_is_named_is_of_the_right_kind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models.yaml").write_text("")
+    (tmp_path / "rewards").mkdir()
+    paths = [f"{AR}.model.path=./models", "custom_reward_function.path=rewards", "data.train_files=hub_set"]
+    with pytest.raises(ConfigError) as caught:
+        validate(load_config(paths))
+    model, reward = caught.value.problems
+    assert model.startswith(f"{AR}.model.path=./models: no such folder (working directory")  # a file is no remedy
+    assert reward == "reward.custom_reward_function.path=rewards is a folder: name the file in it"
+    with pytest.raises(ConfigError, match=r"model\.path is not set"):
+        validate(load_config([f"{AR}.model.path=", "data.train_files=hub_set"]))
+
+
+@pytest.mark.parametrize("override", [f"{AR}.actor.optim.lr=inf", "algorithm.gamma=nan", f"trainer.seed={10**19}"])
+def test_numbers_that_no_run_survives(override):
+    with pytest.raises(ConfigError, match=override.partition("=")[0] + " must be"):
+        validate(load_config([override]), need_data=False, need_model=False)

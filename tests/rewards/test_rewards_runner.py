@@ -292,3 +292,17 @@ def test_a_script_without_a_main_guard(tmp_path):
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("TOP LEVEL") == 1 and "SCORES [2.5, 2.5]" in done.stdout
+
+
+def test_a_score_that_nobody_waits_for_any_more_ends_in_peace(tokenizer, make_batch, capfd):
+    with RewardRunner(last_word, tokenizer, num_workers=1) as runner:
+        given_up = runner.score(make_batch(["1", "2"], ground_truth=["1", "1"]))
+        assert given_up.cancel()
+        score(runner, make_batch(["1"], ground_truth=["1"]))
+    assert "InvalidStateError" not in capfd.readouterr().err
+
+
+def test_a_reward_file_that_ends_the_program_is_an_error(tmp_path):
+    (tmp_path / "script.py").write_text("import sys\n\nsys.exit(3)\n")
+    with pytest.raises(RewardError, match=r"script\.py, line 3: SystemExit while loading it: 3"):
+        load_reward_function(tmp_path / "script.py")

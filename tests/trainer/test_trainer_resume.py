@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import save_tiny_model
 from trainer_helpers import make_trainer, weights
 from transformers import AutoModelForCausalLM
 
 from verl import notices
+from verl.errors import CheckpointError, ModelError
 from verl.hybrid import make_twin
 from verl.tracking import is_time_metric
 
@@ -88,3 +90,34 @@ def test_addresses_of_live_weights_never_move(tiny_model_dir, tmp_path):
     again.fit()
     assert [p.data_ptr() for p in trainer.roles.actor.workers[0].model.parameters()] == before
     assert [p.data_ptr() for p in worker.model.parameters()] == start == twin
+
+
+def test_a_finished_run_that_is_started_again_still_has_its_last_metrics(tiny_model_dir, tmp_path):
+    first = make_trainer(tiny_model_dir, tmp_path, trainer__save_final=True).fit()
+    assert first["training/global_step"] == 2
+    assert make_trainer(tiny_model_dir, tmp_path, trainer__save_final=True).fit() == first
+
+
+def test_another_model_cannot_go_on_with_it_and_is_told_how_to_begin(tiny_model_dir, tmp_path):
+    make_trainer(tiny_model_dir, tmp_path, trainer__save_final=True).fit()
+    other = save_tiny_model(tmp_path / "other", hidden_size=16)
+    with pytest.raises(CheckpointError, match=r"global_step_2 cannot be resumed from.*trainer\.resume_mode=disable"):
+        make_trainer(other, tmp_path)
+
+
+def test_only_one_process_runs_in_a_folder(tiny_model_dir, tmp_path):
+    code = "import sys; from verl.checkpoint import only_run\nwith only_run(sys.argv[1]): print('in')"
+
+    def other_process():
+        return subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+
+    trainer = make_trainer(tiny_model_dir, tmp_path)
+    assert "Another run is using the folder" in other_process().stderr
+    trainer.fit()
+    assert other_process().stdout == "in\n"
+
+
+def test_a_tokenizer_of_another_model_is_named(tiny_model_dir, tmp_path):
+    small = save_tiny_model(tmp_path / "small", vocab_size=8)
+    with pytest.raises(ModelError, match=r"vocabulary has 8 entries.*tokenizer_path"):
+        make_trainer(small, tmp_path / "run").fit()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from verl.checkpoint.durable import only_run
 from verl.checkpoint.layout import step_of
 from verl.checkpoint.store import CheckpointStore
 
@@ -34,6 +35,7 @@ _LAZY = {
 __all__ = [
     "CheckpointStore",
     "environment_differences",
+    "only_run",
     "read_protos",
     "read_state",
     "rng",

@@ -7,9 +7,10 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from verl.checkpoint.layout import LOCK, SAVING
+from verl.checkpoint.layout import LOCK, RUN_LOCK, SAVING
 from verl.errors import CheckpointError
 from verl.notices import notice
 
@@ -74,16 +75,16 @@ def only_saver(directory: Path) -> AbstractContextManager[None]:
     Raises:
         CheckpointError: another process saves one.
     """
-    return _alone(directory / LOCK, f"Another process is saving a checkpoint in {directory}")
+    return _alone(directory / LOCK, f"Another process is saving a checkpoint in {directory};")
 
 
-def only_run(directory: Path) -> AbstractContextManager[None]:
+def only_run(directory: str | Path) -> AbstractContextManager[None]:
     """While one process runs in a run folder, no other does: their records and checkpoints would mix.
 
     Raises:
         CheckpointError: another process runs there.
     """
-    return _alone(directory / RUN_LOCK, f"Another run is using the folder {directory}; wait for it to end, or")
+    return _alone(Path(directory) / RUN_LOCK, f"Another run is using the folder {directory}; wait for it to end, or")
 
 
 @contextlib.contextmanager
@@ -98,7 +99,7 @@ def _alone(lock: Path, taken: str) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise CheckpointError(f"{taken}; give every run its own trainer.default_local_dir.") from None
+                raise CheckpointError(f"{taken} give every run its own trainer.default_local_dir.") from None
             if error.errno not in _UNSUPPORTED:
                 raise
             notice(

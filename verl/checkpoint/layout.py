@@ -17,7 +17,7 @@ from verl.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
-LOCK = ".checkpoint.lock"
+LOCK, RUN_LOCK = ".checkpoint.lock", ".run.lock"
 ACTOR = "actor"
 SAVING, REPLACED, DELETED = ".saving-", ".replaced-", ".deleted-"
 """Prefixes of a name that is not finished yet, was moved aside, or is being deleted."""

@@ -1,15 +1,19 @@
 """How a command ends: what a person sees, and the exit code.
 
-0 done · 1 our bug · 2 something the user can put right · 130 interrupted.
+0 done · 1 our bug · 2 something the user can put right · 130 interrupted · 143 terminated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 
 from verl._version import __version__
 from verl.dependencies import missing_dependency
@@ -25,16 +29,22 @@ _OS_REMEDIES = {
 }
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came, as schedulers send it: the run ends as it does at Ctrl-C, with its report and its workers."""
+
+
 def run_cli(command: Callable[[list[str]], int | None], argv: Sequence[str]) -> int:
     """Run ``command(argv)`` and turn whatever it raises into a message on stderr and an exit code.
 
     ``HYDRA_FULL_ERROR=1`` or ``VERL_TRACEBACK=1`` shows the traceback of user errors too.
     """
     try:
-        return command(list(argv)) or 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        with _terminable():
+            return command(list(argv)) or 0
+    except KeyboardInterrupt as error:
+        terminated = isinstance(error, _Terminated)
+        print("terminated" if terminated else "interrupted", file=sys.stderr)
+        return 143 if terminated else 130
     except BrokenPipeError:
         # The reader has gone (`verl ... | head`). Nothing more can be said, at interpreter exit neither.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -52,6 +62,23 @@ def run_cli(command: Callable[[list[str]], int | None], argv: Sequence[str]) -> 
             traceback.print_exc()
         print(f"error: {sentence}", file=sys.stderr)
         return 2
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Turn SIGTERM into an exception; only the main thread may set that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def raise_it(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, raise_it)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def user_message(error: Exception) -> str | None:

@@ -67,8 +67,8 @@ def out_of_bounds(leaf: Leaf, value: Any) -> str | None:
                 hint = did_you_mean(item, about.choices)
                 return f"{key}={item!r} does not exist{hint}; there are {', '.join(about.choices)}"
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not -float("inf") < value < float("inf"):
-            return f"{key} must be a finite number, got {value}"
+        if value != value:
+            return f"{key} must be a number, got nan"
         for bound, bad, words in (
             (about.low, about.low is not None and value < about.low, "at least"),
             (about.high, about.high is not None and value > about.high, "at most"),

@@ -62,6 +62,8 @@ def _sampling(config: Config) -> Iterator[str]:
         yield f"{_ROLLOUT}.temperature must be greater than 0 in training: log-probs are divided by it"
     if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
         yield f"{_ROLLOUT}.val_kwargs.do_sample=true needs val_kwargs.temperature greater than 0"
+    if "" in rollout.stop:
+        yield f"{_ROLLOUT}.stop holds an empty text, which would end every answer at its first token: take it out"
 
 
 def _correction(config: Config) -> Iterator[str]:

@@ -43,7 +43,7 @@ class Block:
 @dataclass
 class Layout:
     blocks: list[Block]
-    inverse: torch.Tensor  # (T,) place of each packed token among the blocks' valid queries, in order
+    inverse: torch.Tensor  # (T,) place of each packed token among the blocks' padded queries, one block after another
 
 
 def _block(segments: list[Segment], device: torch.device) -> Block:
@@ -76,10 +76,32 @@ def make_layout(packed: PackedBatch) -> Layout:
     device = packed.input_ids.device
     kinds = [[s for s in packed.segments if not s.prefix_length], [s for s in packed.segments if s.prefix_length]]
     blocks = [_block(kind, device) for kind in kinds if kind]
-    order = torch.cat([b.query[b.valid] for b in blocks])
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=device)
+    token = torch.cat([b.query.flatten() for b in blocks])
+    place = torch.cat([b.valid.flatten() for b in blocks]).nonzero()[:, 0]
+    inverse = torch.empty(packed.num_tokens, dtype=torch.long, device=device)
+    inverse[token[place]] = place
     return Layout(blocks, inverse)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = rows.shape[0]
+        return rows.index_select(0, index.flatten()).view(*index.shape, *rows.shape[1:])
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        (index,) = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = torch.zeros((ctx.count, *grad.shape[index.dim() :]), dtype=wide, device=grad.device)
+        total.index_add_(0, index.flatten(), grad.to(wide).flatten(0, index.dim() - 1))
+        return total.to(grad.dtype), None
+
+
+def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``rows[index]``; the gradients of a row that was taken several times are summed in fp32."""
+    return _GatherRows.apply(rows, index)
 
 
 REFUSED_KEYWORDS = ("s_aux", "position_bias")
@@ -118,10 +140,10 @@ def packed_attention_forward(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H|G, D)
     outputs = []
     for block in verl_layout.blocks:
-        bq, bk, bv = (x[i].transpose(1, 2) for x, i in ((q, block.query), (k, block.key), (v, block.key)))
+        bq, bk, bv = (gather_rows(x, i).transpose(1, 2) for x, i in ((q, block.query), (k, block.key), (v, block.key)))
         out = _attend(bq, bk, bv, block, scaling, sliding_window, softcap, dropout if module.training else 0.0)
-        outputs.append(out.transpose(1, 2)[block.valid])
-    return torch.cat(outputs)[verl_layout.inverse][None], None
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return gather_rows(torch.cat(outputs), verl_layout.inverse)[None], None
 
 
 def _attend(q, k, v, block: Block, scale, window, softcap, dropout) -> torch.Tensor:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -54,7 +55,7 @@ def _peft_config(settings: LoraSettings):
         return config
     return LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,
+        lora_alpha=int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha,
         target_modules=settings.target_modules,
         exclude_modules=settings.exclude_modules,
         lora_dropout=0.0,
@@ -106,7 +107,7 @@ def mirror_adapters(source: PreTrainedModel, twin: PreTrainedModel) -> None:
         _inject(twin, source.peft_config[ADAPTER])
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, module in model.named_modules():

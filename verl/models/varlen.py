@@ -19,7 +19,7 @@ import torch
 from transformers import AttentionInterface
 
 from verl.errors import ModelError
-from verl.models.attention import REFUSED_KEYWORDS
+from verl.models.attention import REFUSED_KEYWORDS, gather_rows
 from verl.models.packing import PackedBatch
 
 VARLEN, FLASH = "verl_packed_varlen", "verl_packed_flash"
@@ -64,25 +64,8 @@ def make_varlen_layout(packed: PackedBatch) -> VarlenLayout:
     )
 
 
-class _GatherKeys(torch.autograd.Function):
-    """Rows of (T, G, D) at (K,) indices; the gradients of a row that several segments see are summed in fp32."""
-
-    @staticmethod
-    def forward(ctx, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(index)
-        ctx.count = rows.shape[0]
-        return rows.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        (index,) = ctx.saved_tensors
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = torch.zeros((ctx.count, *grad.shape[1:]), dtype=wide, device=grad.device)
-        return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
-
-
 def gather_keys(rows: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    return rows if index is None else _GatherKeys.apply(rows, index)
+    return rows if index is None else gather_rows(rows, index)
 
 
 def _torch_kernel() -> Callable:

@@ -131,7 +131,7 @@ class TorchEngine(TrainEngine):
                 short = number
                 break
             metrics.merge(micro_metrics)
-        loss = None  # a traceback through here must not keep the graph
+        loss = micro = None  # a traceback through here must not keep the graph
         if any(number is not None for number in self.comm.all_gather_object(short)):
             self.weights.discard_gradients()
             random.restore()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint import CheckpointStore
+from verl.checkpoint import CheckpointStore, only_run
 from verl.config import Config, to_dict
 from verl.dataflow import Dataflow, FlowSet
 from verl.dataflow.executor import StepResult
@@ -73,6 +73,8 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # of the last step
         trainer = self.config.trainer
         self.run_dir = RunDirectory(trainer.default_local_dir)
+        self._alone = contextlib.ExitStack()  # until close(): no other process may run in this folder
+        self._alone.enter_context(only_run(self.run_dir.path))
         self.store = CheckpointStore(
             Path(trainer.default_local_dir), keep_last=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best
         )
@@ -279,6 +281,7 @@ class Trainer:
         """End the record, with its report, and the workers. A second call does nothing."""
         self._end_record(completed=False)
         self.roles.close()
+        self._alone.close()
 
     def _end_record(self, *, completed: bool) -> None:
         tracker, self.tracker = self.tracker, None
@@ -302,4 +305,4 @@ class Trainer:
             if before is None:
                 self._end_record(completed=completed)
             if not self.stays_open:
-                self.roles.close()
+                self.close()

@@ -42,7 +42,7 @@ def columns_of(dataset: RowSource) -> list[str]:
     return [name for name in names if name not in ("prompt_ids", "input_ids", "attention_mask", "position_ids", "uid")]
 
 
-def prepare(config: Config, *, train_rows=None, validation_rows=None, check_names: bool = True) -> Plan:
+def prepare(config: Config, *, train_rows=None, validation_rows=None) -> Plan:
     """Check the configuration, look at the machine, read the data.
 
     Args:

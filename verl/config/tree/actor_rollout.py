@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from verl.config import names
@@ -65,7 +66,7 @@ class Model:
 class Optim:
     """AdamW and its schedule."""
 
-    lr: float = option(1e-6, "Peak learning rate.", low=0)
+    lr: float = option(1e-6, "Peak learning rate.", low=0, below=inf)
     weight_decay: float = option(0.01, "Decoupled weight decay.", low=0)
     betas: list[float] = option([0.9, 0.999], "Decay rates of the two moments.")
     eps: float = option(1e-8, "Added to the root of the second moment.", above=0, verl="(1e-8)")
@@ -121,7 +122,9 @@ class Actor:
     kl_loss_type: str = option("low_var_kl", "KL estimator in the loss.", choices=names.KL_ESTIMATORS)
     ppo_epochs: int = option(1, "Passes over each rollout.", low=1)
     shuffle: bool = option(False, "Shuffle the prompts of a rollout before they are cut into mini-batches.")
-    data_loader_seed: int | None = option(None, "Seed of that shuffle; `null`: `trainer.seed`.", low=0, verl=42)
+    data_loader_seed: int | None = option(
+        None, "Seed of that shuffle; `null`: `trainer.seed`.", low=0, below=1e18, verl=42
+    )
     grad_clip: float = option(1.0, "Largest norm of the gradient; 0: no clipping.", low=0)
     tau_pos: float = option(1.0, "sapo: temperature of the gate for positive advantages.", above=0)
     tau_neg: float = option(1.05, "sapo: temperature of the gate for negative advantages.", above=0)
@@ -190,7 +193,7 @@ class Rollout:
         normalise=names.dtype_name,
         verl="bfloat16",
     )
-    seed: int | None = option(None, "Seed of sampling; `null`: `trainer.seed`.", low=0, verl=42)
+    seed: int | None = option(None, "Seed of sampling; `null`: `trainer.seed`.", low=0, below=1e18, verl=42)
     log_prob_micro_batch_size_per_gpu: int | None = option(
         None, _MICRO.format(dynamic="`log_prob_use_dynamic_bsz`"), low=1
     )

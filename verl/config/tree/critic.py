@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from verl.config import names
@@ -31,7 +32,7 @@ class CriticModel:
 class CriticOptim(Optim):
     """As the actor's, with a higher rate."""
 
-    lr: float = option(1e-5, "Peak learning rate.", low=0)
+    lr: float = option(1e-5, "Peak learning rate.", low=0, below=inf)
 
 
 @dataclass(slots=True)

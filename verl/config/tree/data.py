@@ -59,7 +59,9 @@ class Data:
     )
     val_max_samples: int = option(-1, "Use only this many validation rows; -1: all.", low=-1)
     shuffle: bool = option(True, "Draw training rows in a seeded random order, a new one each epoch.")
-    seed: int | None = option(None, "Seed of that order and of `train_max_samples`; `null`: `trainer.seed`.", low=0)
+    seed: int | None = option(
+        None, "Seed of that order and of `train_max_samples`; `null`: `trainer.seed`.", low=0, below=1e18
+    )
     validation_shuffle: bool = option(False, "Shuffle the validation rows too (matters with `val_max_samples`).")
     filter_overlong_prompts: bool = option(
         False, "Leave out rows whose prompt is longer than `max_prompt_length`, and count them."

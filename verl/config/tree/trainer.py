@@ -34,7 +34,7 @@ class Trainer:
         choices=("concurrent", "serial"),
         verl="(none)",
     )
-    seed: int = option(42, "Seed of the run; other seeds follow it.", low=0, verl="(several)")
+    seed: int = option(42, "Seed of the run; other seeds follow it.", low=0, below=1e18, verl="(several)")
     full_determinism: bool = option(False, "Only deterministic kernels, at a cost in speed.")
     save_freq: int = option(-1, f"Save a checkpoint every so many steps; {_EVERY}", low=-1)
     save_final: bool = option(True, "Save a checkpoint at the end.", verl="(true)")

@@ -38,9 +38,9 @@ def _decode_kernel(
     position = tl.load(positions + b).to(tl.int32)
     r, d = tl.arange(0, RP), tl.arange(0, DP)
     d_ok = d < D
-    query = tl.load(
-        q + b * stride_q + (g * R + r)[:, None] * D + d[None, :], mask=(r < R)[:, None] & d_ok[None, :], other=0.0
-    )
+    r_ok = r < R
+    both_ok = r_ok[:, None] & d_ok[None, :]
+    query = tl.load(q + b * stride_q + (g * R + r)[:, None] * D + d[None, :], mask=both_ok, other=0.0)
     first = tl.maximum(position - window + 1, 0)
     per_split = tl.cdiv(tl.cdiv(position - first, SPLITS), BN) * BN
     start = first + split * per_split
@@ -76,18 +76,13 @@ def _decode_kernel(
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         m = m_next
     heads = g * R + r
-    r_ok = r < R
     if SPLITS == 1:
-        o = acc / l[:, None]
-        tl.store(
-            out + (b * G * R + heads)[:, None] * D + d[None, :],
-            o.to(out.dtype.element_ty),
-            mask=r_ok[:, None] & d_ok[None, :],
-        )
+        o = (acc / l[:, None]).to(out.dtype.element_ty)
+        tl.store(out + (b * G * R + heads)[:, None] * D + d[None, :], o, mask=both_ok)
     else:
         o = acc / tl.where(l > 0, l, 1.0)[:, None]
         place = (b * G * R + heads) * SPLITS + split
-        tl.store(part + place[:, None] * D + d[None, :], o, mask=r_ok[:, None] & d_ok[None, :])
+        tl.store(part + place[:, None] * D + d[None, :], o, mask=both_ok)
         tl.store(part_lse + place, tl.where(l > 0, m + tl.log(tl.where(l > 0, l, 1.0)), -1e30), mask=r_ok)
 
 
