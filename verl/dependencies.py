@@ -30,6 +30,7 @@ OPTIONAL = (
     Package("gguf", "reading models in GGUF files", "pip install gguf"),
     Package("accelerate", "reading models in GGUF files", "pip install accelerate"),
     Package("datasets", "data sets by their hub name, and Arrow folders", "pip install datasets"),
+    Package("peft", "LoRA", "pip install peft"),
     Package("tensorboard", "logging to TensorBoard", "pip install tensorboard"),
     Package("wandb", "logging to Weights & Biases", "pip install wandb"),
     Package("mlflow", "logging to MLflow", "pip install mlflow"),

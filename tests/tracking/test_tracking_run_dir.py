@@ -223,7 +223,7 @@ def test_environment_keeps_earlier_starts(tmp_path):
     record = run.read_environment()
     assert record["seed"] == 7 and record["resumed_after_step"] == 20 and len(record["earlier_starts"]) == 1
     assert record["packages"]["numpy"] == np.__version__ and record["cpu"] and record["python"]
-    assert "pytest" in record["command"]
+    assert "python" in record["command"]  # whatever started this process: pytest, or a worker of xdist
 
 
 def test_a_run_from_the_beginning_sets_the_earlier_record_aside(tmp_path):

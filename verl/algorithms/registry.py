@@ -180,7 +180,7 @@ def load_custom(path: str | Path) -> list[str]:
         raise ConfigError(
             f"custom algorithms file {file}, line {error.lineno}: {error.msg}; correct the syntax"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         _forget(module_name, before)
         raise ConfigError(f"custom algorithms file {file} failed on import: {type(error).__name__}: {error}") from error
     after = registered_names()

@@ -8,11 +8,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl.algorithms.registry import load_custom, registered_names
-from verl.config import Config, fit_batch_to_rows, resolve, validate
+from verl.config import Config, fit_batch_to_rows, max_sequence_length, resolve, validate
 from verl.data import PromptLoader, build_prompt_dataset, build_train_loader
 from verl.data.loader import RowSource
 from verl.hardware import Choice
-from verl.models.loading import load_tokenizer, resolve_model_path
+from verl.models.loading import load_config as load_model_config
+from verl.models.loading import load_tokenizer
 from verl.notices import notice
 from verl.trainer.settings import hardware_for
 
@@ -63,7 +64,7 @@ def prepare(config: Config, *, train_rows=None, validation_rows=None) -> Plan:
     _seed(config)
     choice = hardware_for(config)
     model = config.actor_rollout_ref.model
-    resolve_model_path(model.path)
+    _tell_of_context(config)
     tokenizer = load_tokenizer(
         config.actor_rollout_ref.model.tokenizer_path,
         trust_remote_code=model.trust_remote_code,
@@ -82,6 +83,19 @@ def prepare(config: Config, *, train_rows=None, validation_rows=None) -> Plan:
     loader = build_train_loader(train, config.data, epochs=epochs, seed=config.trainer.seed)
     total = steps if steps is not None else (loader.total_steps or 0)
     return Plan(config, choice, tokenizer, train, validation, loader, total)
+
+
+def _tell_of_context(config: Config) -> None:
+    """Find the model early, and say so if prompt and response may outgrow the context it was trained with."""
+    model = config.actor_rollout_ref.model
+    about = load_model_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
+    context = getattr(about.get_text_config(), "max_position_embeddings", None)
+    longest = max_sequence_length(config)
+    if context is not None and longest > context:
+        notice(
+            f"data.max_prompt_length + data.max_response_length is {longest}, more than the {context} positions that "
+            "the model was made for: longer sequences are outside what it knows."
+        )
 
 
 def _seed(config: Config) -> None:
