@@ -116,7 +116,7 @@ def load_config(path: str, *, trust_remote_code: bool = False, override: dict[st
     path = resolve_model_path(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except LOAD_ERRORS as error:
+    except Exception as error:  # what a wrong value in config.json raises depends on its key
         raise _unavailable("The model", path, error) from error
     for key, value in (override or {}).items():
         if key not in config.to_dict() and not hasattr(config, key):

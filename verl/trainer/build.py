@@ -91,7 +91,7 @@ def _tell_of_context(config: Config) -> None:
     about = load_model_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
     context = getattr(about.get_text_config(), "max_position_embeddings", None)
     longest = max_sequence_length(config)
-    if context is not None and longest > context:
+    if isinstance(context, int) and longest > context:
         notice(
             f"data.max_prompt_length + data.max_response_length is {longest}, more than the {context} positions that "
             "the model was made for: longer sequences are outside what it knows."
