@@ -85,10 +85,9 @@ _FSDP_KEYS: dict[str, Inert] = {
     "entropy_checkpointing": Inert("entropy is always computed in chunks"),
 }
 _OPTIM_KEYS: dict[str, Inert] = {
-    "optimizer_impl": Inert("the optimizer is chosen by optim.optimizer"),
+    "optimizer_impl": Inert("the optimizer is chosen by optim.optimizer; 8-bit and paged ones are bitsandbytes'"),
     "total_training_steps": Inert("it is derived from trainer.total_epochs and trainer.total_training_steps"),
     "zero_indexed_step": Inert("the first update uses the first rate of the schedule"),
-    "override_optimizer_config": Inert("set the keys of optim", _OFF),
 }
 _MODEL_KEYS: dict[str, Inert] = {
     "target_parameters": Inert(_LORA),
@@ -205,12 +204,22 @@ INERT: dict[str, Inert] = {
     "reward.reward_manager.module": Inert("name the function with reward.custom_reward_function.path", _OFF),
     "reward.reward_manager.module.path": Inert("name the function with reward.custom_reward_function.path", _OFF),
     "reward.reward_manager.module.name": Inert("name the function with reward.custom_reward_function.path"),
-    "reward.sandbox_fusion": Inert("no code sandbox is built in; call yours from a reward function", _OFF),
-    "reward.sandbox_fusion.max_concurrent": Inert("no code sandbox is built in"),
-    "reward.sandbox_fusion.memory_limit_mb": Inert("no code sandbox is built in"),
-    "sandbox_fusion": Inert("no code sandbox is built in; call yours from a reward function", _OFF),
-    "sandbox_fusion.max_concurrent": Inert("no code sandbox is built in"),
-    "sandbox_fusion.memory_limit_mb": Inert("no code sandbox is built in"),
+    "reward.sandbox_fusion": Inert(
+        "programs run in the built-in sandbox; call a remote one from a reward function", _OFF
+    ),
+    "reward.sandbox_fusion.max_concurrent": Inert(
+        "programs run in the built-in sandbox, whose limits are arguments of verl.rewards.code.compute_score"
+    ),
+    "reward.sandbox_fusion.memory_limit_mb": Inert(
+        "programs run in the built-in sandbox, whose limits are arguments of verl.rewards.code.compute_score"
+    ),
+    "sandbox_fusion": Inert("programs run in the built-in sandbox; call a remote one from a reward function", _OFF),
+    "sandbox_fusion.max_concurrent": Inert(
+        "programs run in the built-in sandbox, whose limits are arguments of verl.rewards.code.compute_score"
+    ),
+    "sandbox_fusion.memory_limit_mb": Inert(
+        "programs run in the built-in sandbox, whose limits are arguments of verl.rewards.code.compute_score"
+    ),
     "reward.reward_model": Inert(_REWARD_MODEL),
     "reward.reward_model.enable": Inert(_REWARD_MODEL, _OFF),
     "reward_model.enable": Inert(_REWARD_MODEL, _OFF),

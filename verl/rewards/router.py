@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards import arithmetic, gsm8k, overlap
+from verl.rewards import arithmetic, code, gsm8k, overlap
 from verl.rewards import math as math_rule
 
 REFERENCE = "verl/reference"
 _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 _MATH_DAPO = ("math_dapo", "math", "math_dapo_reasoning")
 _GSM8K_OPTIONS = ("method", "format_score", "score")
-# Options of verl's scorer for programs, passed along by scripts whatever the data; no rule here reads them.
+_CODE = ("codecontests", "apps", "codeforces", "taco")
+# Options of verl's scorer for programs, passed along by scripts whatever the data. Programs run in our own sandbox, so
+# only the limit has a meaning here.
 _SANDBOX_OPTIONS = ("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb")
 
 _ROUTES: dict[str, Callable[..., Any]] = {
@@ -22,6 +24,7 @@ _ROUTES: dict[str, Callable[..., Any]] = {
     REFERENCE: overlap.compute_score,
     **dict.fromkeys(_MATH, math_rule.compute_score),
     **dict.fromkeys(_MATH_DAPO, math_rule.compute_score_dapo),
+    **dict.fromkeys(_CODE, code.compute_score),
 }
 
 
@@ -53,8 +56,8 @@ def default_compute_score(
 ) -> float | dict[str, Any]:
     """The score of one response by the rule of its ``data_source``.
 
-    ``openai/gsm8k`` reads the options ``method``, ``format_score`` and ``score``. Raises :class:`RewardError` for a
-    data source without a rule or an option that no rule knows.
+    ``openai/gsm8k`` reads the options ``method``, ``format_score`` and ``score``, programs read ``memory_limit_mb``.
+    Raises :class:`RewardError` for a data source without a rule or an option that no rule knows.
     """
     unknown = [k for k in options if k not in _GSM8K_OPTIONS + _SANDBOX_OPTIONS]
     if unknown:
@@ -64,7 +67,19 @@ def default_compute_score(
         raise _no_rule(data_source)
     if scorer is gsm8k.compute_score:
         return scorer(solution_str, ground_truth, **{k: v for k, v in options.items() if k in _GSM8K_OPTIONS})
+    if scorer is code.compute_score:
+        return _score_program(solution_str, ground_truth, options)
     return scorer(solution_str, ground_truth)
+
+
+def _score_program(solution_str: str, ground_truth: Any, options: dict[str, Any]) -> dict[str, Any]:
+    if options.get("sandbox_fusion_url"):
+        raise RewardError(
+            "sandbox_fusion_url is set, but programs run in the built-in sandbox: leave it out, or call your sandbox "
+            "from a reward function of your own"
+        )
+    limit = options.get("memory_limit_mb")
+    return code.compute_score(solution_str, ground_truth, **({} if limit is None else {"memory_limit_mb": limit}))
 
 
 def _no_rule(data_source: Any) -> RewardError:
