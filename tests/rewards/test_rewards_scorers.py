@@ -205,7 +205,7 @@ def test_router_routes_and_names_what_it_does_not_know():
     assert default_compute_score("verl/arithmetic", "4", "4") == 1.0
     for source in ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"):
         assert default_compute_score(source, r"\boxed{4}", "4", extra_info={}) == 1.0
-    for source in ("codecontests", None, "local"):
+    for source in ("hiyouga/geometry3k", None, "local"):
         with pytest.raises(RewardError, match=rf"{source!r}.*custom_reward_function\.path"):
             default_compute_score(source, "4", "4")
         with pytest.raises(RewardError, match=f"{source!r}"):
