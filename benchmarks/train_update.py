@@ -1,6 +1,7 @@
 """Speed and memory of the policy update on one GPU: packed rows, flash attention, fused log-prob, fp32 masters.
 
     python benchmarks/train_update.py --shape 0.5b 1.5b [--compile] [--profile]
+    torchrun --nproc-per-node 2 benchmarks/train_update.py --engine fsdp --shape 7b     # a share of 256 rows each
 
 Random weights in the shape of Qwen2.5 and 256 rows of 64 to 384 tokens, each of another prompt, so that every token is
 real work. MFU is 6 N T over the card's measured bf16 matrix rate (``--peak``, FLOP/s): the layers at every token, the
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 
@@ -20,26 +22,30 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from verl.comm import TorchDistComm
 from verl.metrics import Metrics
 from verl.models.packing import pack
 from verl.models.policy import log_probs, prepare_policy
 from verl.models.settings import ModelSettings
 from verl.protocol import DataProto
+from verl.train_engine.fsdp import FSDPEngine
 from verl.train_engine.microbatch import micro_batches
+from verl.train_engine.parallel import ParallelSettings
 from verl.train_engine.torch_engine import OptimizerSettings, TorchEngine
 
 SHAPES = {
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
 }
 
 
 def make_policy(shape: str, arguments: argparse.Namespace) -> torch.nn.Module:
     config = Qwen2Config(
         **SHAPES[shape],
-        num_key_value_heads=2,
+        num_key_value_heads=4 if shape == "7b" else 2,
         vocab_size=151936,
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape != "7b",
         max_position_embeddings=4096,
     )
     torch.manual_seed(0)
@@ -85,10 +91,25 @@ def timed(step, count: int) -> list[float]:
     return seconds
 
 
+def make_engine(model: torch.nn.Module, arguments: argparse.Namespace) -> TorchEngine:
+    settings = OptimizerSettings(lr=1e-6)
+    if arguments.engine == "torch":
+        return TorchEngine(model, settings)
+    return FSDPEngine(model, settings, TorchDistComm(), ParallelSettings("fsdp", fsdp_size=arguments.fsdp_size))
+
+
+def start_ranks() -> int:
+    """Join the ranks that torchrun started; the number of this one."""
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
+    return torch.distributed.get_rank()
+
+
 def measure(shape: str, arguments: argparse.Namespace) -> dict[str, object]:
     torch.cuda.reset_peak_memory_stats()
     model = make_policy(shape, arguments)
-    engine = TorchEngine(model, OptimizerSettings(lr=1e-6))
+    engine = make_engine(model, arguments)
     batch = make_batch(256, 64, 384, arguments.prompt, arguments.samples)
     lengths = batch.batch["attention_mask"].sum(1).numpy()
     groups = np.arange(256) // arguments.samples
@@ -110,10 +131,13 @@ def measure(shape: str, arguments: argparse.Namespace) -> dict[str, object]:
         profile(step)
     middle = statistics.median(seconds)
     head = model.get_output_embeddings().weight.numel()
-    layers = sum(p.numel() for p in model.parameters()) - head
+    looked_up = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    layers = sum(p.numel() for p in model.parameters()) - head - looked_up
     trained = int(batch.batch["response_mask"].sum())
     return {
         "shape": shape,
+        "engine": arguments.engine,
+        "ranks": engine.comm.world_size,
         "attention": model.config._attn_implementation,
         "compiled": arguments.compile,
         "micro_batches": len(micros),
@@ -156,11 +180,19 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--engine", default="torch", choices=["torch", "fsdp"])
+    parser.add_argument("--fsdp-size", type=int, default=-1, help="ranks of a copy of the weights (hybrid sharding)")
     arguments = parser.parse_args()
-    print(torch.__version__, transformers.__version__, torch.cuda.get_device_name(), flush=True)
+    rank = start_ranks() if arguments.engine == "fsdp" else 0
+    if rank == 0:
+        print(torch.__version__, transformers.__version__, torch.cuda.get_device_name(), flush=True)
     for shape in arguments.shape:
-        print(json.dumps(measure(shape, arguments)), flush=True)
+        found = measure(shape, arguments)
+        if rank == 0:
+            print(json.dumps(found), flush=True)
         torch.cuda.empty_cache()
+    if arguments.engine == "fsdp":
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

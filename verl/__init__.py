@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from verl._version import __version__
 
 if TYPE_CHECKING:
+    from verl.api.ray_dpo_trainer import RayDPOTrainer
     from verl.api.ray_trainer import RayPPOTrainer
     from verl.api.rl_trainer import RLTrainer
     from verl.api.settings import world_size
+    from verl.api.vllm_actor import VLLMActor
     from verl.api.wrap import wrap_for_rl
     from verl.config import load_config
     from verl.protocol import DataProto
@@ -22,8 +24,10 @@ if TYPE_CHECKING:
 _LAZY = {
     "DataProto": "verl.protocol",
     "RLTrainer": "verl.api.rl_trainer",
+    "RayDPOTrainer": "verl.api.ray_dpo_trainer",
     "RayPPOTrainer": "verl.api.ray_trainer",
     "Trainer": "verl.trainer.base",
+    "VLLMActor": "verl.api.vllm_actor",
     "load_config": "verl.config",
     "world_size": "verl.api.settings",
     "wrap_for_rl": "verl.api.wrap",
@@ -33,8 +37,10 @@ _LAZY = {
 __all__ = [
     "DataProto",
     "RLTrainer",
+    "RayDPOTrainer",
     "RayPPOTrainer",
     "Trainer",
+    "VLLMActor",
     "__version__",
     "load_config",
     "world_size",

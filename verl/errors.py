@@ -1,7 +1,7 @@
 """Errors for people: what is wrong, where, and what to do about it.
 
 Every mistake a user can make raises a subclass of :class:`VerlError`; the command line prints its one
-sentence and exits with code 2. ``assert`` is kept for our own invariants.
+sentence and exits with its code, mostly 2. ``assert`` is kept for our own invariants.
 """
 
 from __future__ import annotations
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 class VerlError(Exception):
     """Base of everything that a user can put right. ``str(error)`` is the whole message."""
+
+    exit_code = 2
+    """Of a command that ends with it."""
 
 
 class ConfigError(VerlError, ValueError):
@@ -49,6 +52,17 @@ class RolloutError(VerlError, RuntimeError):
 
 class TrainingError(VerlError, RuntimeError):
     """Training cannot go on (non-finite gradients in a row, out of memory for a single sequence...)."""
+
+
+class WorkerDiedError(VerlError, RuntimeError):
+    """The process of a rank ended by itself or was killed; ``rank`` and ``host`` say which (None: not known)."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, rank: int | None = None, host: str | None = None):
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
 
 
 class CheckpointError(VerlError, RuntimeError):

@@ -2,13 +2,18 @@
 
 A metric's reducer is part of its declaration, never guessed from its name
 (``env/terminal_rate`` contains "min", and is still a mean).
+
+Numbers may be tensors with one element. They are read when somebody looks, all with one transfer: reading each as it
+comes would make the host wait for the GPU.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 REDUCERS = ("mean", "sum", "max", "min", "last")
 
@@ -38,31 +43,106 @@ class Metric:
         return self.value / self.weight if self.reduce == "mean" else self.value
 
 
+@dataclass(frozen=True)
+class _Observation:
+    """What :meth:`Metrics.add` was given, with tensors not yet read."""
+
+    name: str
+    value: Any
+    weight: Any
+    reduce: str
+    times_weight: bool = False
+
+    def held(self) -> _Observation:
+        """The same without the graph behind its tensors."""
+        parts = {}
+        for part, x in (("value", self.value), ("weight", self.weight)):
+            if not _is_number(x):
+                if x.numel() != 1:
+                    raise ValueError(f"metric {self.name!r} needs one number, not a tensor of shape {tuple(x.shape)}")
+                parts[part] = x.detach()
+        return replace(self, **parts)
+
+    def metric(self, value: float, weight: float) -> Metric | None:
+        if weight == 0:
+            return None
+        return Metric(value * weight if self.times_weight else value, weight, self.reduce)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+def _read(waiting: list[_Observation]) -> Iterator[tuple[float, float]]:
+    """(value, weight) of each, with one transfer from each device."""
+    mixed = [x for one in waiting for x in (one.value, one.weight)]
+    tensors = [x for x in mixed if not _is_number(x)]
+    read: dict[int, float] = {}
+    for device in {x.device for x in tensors}:
+        import torch
+
+        here = [x for x in tensors if x.device == device]
+        # an exact type for all that are usual; Apple's GPUs have none wider than float32
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        found = torch.stack([x.reshape(()).to(wide) for x in here]).tolist()
+        read.update(zip(map(id, here), found, strict=True))
+    flat = [float(x) if _is_number(x) else read[id(x)] for x in mixed]
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
 class Metrics(Mapping[str, float]):
     """A bag of named metrics; reading a name gives the reduced number."""
 
     def __init__(self) -> None:
-        self._items: dict[str, Metric] = {}
+        self._known: dict[str, Metric] = {}
+        self._waiting: list[_Observation] = []
 
-    def add(self, name: str, value: float, *, reduce: str = "mean", weight: float = 1.0) -> None:
-        """Add one observation. ``weight`` counts for ``mean`` only (say, the tokens it was taken over)."""
-        if reduce not in REDUCERS:
-            raise ValueError(f"unknown reducer {reduce!r} for metric {name!r}; there are {', '.join(REDUCERS)}")
-        if reduce == "mean" and weight == 0:
-            return
-        value = float(value)
-        self._merge_one(name, Metric(value * weight if reduce == "mean" else value, weight, reduce))
+    def add(self, name: str, value: Any, *, reduce: str = "mean", weight: Any = 1.0) -> None:
+        """Add one observation: a number, or a tensor with one element.
+
+        Args:
+            weight: what a ``mean`` counts it by (say, the tokens it was taken over). An observation of weight 0 is left
+                out.
+        """
+        self._add(_Observation(name, value, weight, reduce, times_weight=reduce == "mean"))
+
+    def add_total(self, name: str, total: Any, weight: Any) -> None:
+        """Add to a mean what is summed over ``weight`` things already."""
+        self._add(_Observation(name, total, weight, "mean"))
+
+    def _add(self, one: _Observation) -> None:
+        if one.reduce not in REDUCERS:
+            raise ValueError(f"unknown reducer {one.reduce!r} for metric {one.name!r}; there are {', '.join(REDUCERS)}")
+        if self._waiting or not (_is_number(one.value) and _is_number(one.weight)):
+            # in the order of arrival, so that sums do not depend on what is a tensor
+            self._waiting.append(one.held())
+        else:
+            self._take(one.name, one.metric(float(one.value), float(one.weight)))
 
     def merge(self, other: Metrics, prefix: str = "") -> Metrics:
         """Take in another bag (of another micro-batch, rank or node), reducer by reducer."""
-        for name, metric in other._items.items():
-            self._merge_one(prefix + name, metric)
+        if self._waiting or other._waiting:
+            self._waiting += [_Observation(prefix + k, m.value, m.weight, m.reduce) for k, m in other._known.items()]
+            self._waiting += [replace(one, name=prefix + one.name) for one in other._waiting]
+        else:
+            for name, metric in other._known.items():
+                self._take(prefix + name, metric)
         return self
 
-    def _merge_one(self, name: str, metric: Metric) -> None:
-        mine = self._items.get(name)
+    @property
+    def _items(self) -> dict[str, Metric]:
+        """Every metric; tensors that wait are read now."""
+        waiting, self._waiting = self._waiting, []
+        for one, (value, weight) in zip(waiting, _read(waiting), strict=True):
+            self._take(one.name, one.metric(value, weight))
+        return self._known
+
+    def _take(self, name: str, metric: Metric | None) -> None:
+        if metric is None:
+            return
+        mine = self._known.get(name)
         try:
-            self._items[name] = metric if mine is None else mine.merge(metric)
+            self._known[name] = metric if mine is None else mine.merge(metric)
         except ValueError as error:
             raise ValueError(f"metric {name!r}: {error}") from None
 
@@ -81,7 +161,7 @@ class Metrics(Mapping[str, float]):
         scaled = Metrics()
         for name, metric in self._items.items():
             value = metric.value * factor if metric.reduce == "sum" else metric.value
-            scaled._items[name] = Metric(value, metric.weight, metric.reduce)
+            scaled._known[name] = Metric(value, metric.weight, metric.reduce)
         return scaled
 
     def results(self) -> dict[str, float]:
@@ -99,6 +179,9 @@ class Metrics(Mapping[str, float]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_known": self._items, "_waiting": []}
 
     def __repr__(self) -> str:
         return f"Metrics({self.results()})"

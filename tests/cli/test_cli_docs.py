@@ -14,6 +14,7 @@ import pytest
 import verl
 from verl.cli.main import COMMANDS
 from verl.config import PRESETS, load_config, validate
+from verl.config.overrides import with_algorithm
 
 ROOT = Path(verl.__file__).parent.parent
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
@@ -57,7 +58,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def makefile_targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 
 
 def custom_names() -> list[str]:
@@ -70,6 +71,8 @@ def problem_with(words: list[str]) -> str | None:
     while "=" in words[0]:
         words = words[1:]
     program, rest = words[0], words[1:]
+    if not rest or rest[0] == "-c":
+        return None
     if program == "make":
         targets = [word for word in rest if "=" not in word and not word.startswith("-")]
         unknown = set(targets) - makefile_targets()
@@ -81,6 +84,8 @@ def problem_with(words: list[str]) -> str | None:
         return f"no extra {unknown}" if unknown else None
     if program == "verl":
         return problem_with_verl(rest)
+    if rest[0] == "-m" and (len(rest) == 1 or not rest[1].startswith("verl")):
+        return None  # the option by itself, or somebody else's module
     if rest[0] == "-m":
         return None if importlib.util.find_spec(rest[1]) else f"no module {rest[1]}"
     return None if (ROOT / rest[0]).is_file() else f"no script {rest[0]}"
@@ -88,10 +93,20 @@ def problem_with(words: list[str]) -> str | None:
 
 def problem_with_verl(rest: list[str]) -> str | None:
     name, arguments = rest[0], rest[1:]
+    if name == "--lang":
+        name, arguments = rest[2], rest[3:]
     if name in ("--help", "--version"):
         return None
     if name not in COMMANDS:
         return f"no subcommand {name}"
+    if name in ("generate", "chat", "compare", "serve", "export"):
+        try:
+            importlib.import_module(f"verl.cli.{name}").parse(arguments)
+        except verl_errors() as error:
+            return str(error)
+    if "--config" in arguments:  # a file of the reader's own
+        at = arguments.index("--config")
+        arguments = arguments[:at] + arguments[at + 2 :]
     overrides = [word for word in arguments if re.match(r"[~+]*[\w.]+(=|$)", word) and word != "key=value"]
     if name == "quickstart":
         from verl.trainer.quickstart import parse
@@ -102,7 +117,8 @@ def problem_with_verl(rest: list[str]) -> str | None:
             return "an option that the quick start does not have"
     if name in ("quickstart", "train", "plan"):
         try:
-            validate(load_config(overrides), need_data=False, need_model=False, custom_names=custom_names())
+            named = with_algorithm(overrides) if name != "quickstart" else overrides
+            validate(load_config(named), need_data=False, need_model=False, custom_names=custom_names())
         except verl_errors() as error:
             problems = [text for text in getattr(error, "problems", [str(error)]) if not names_a_file(text)]
             return "; ".join(problems) or None
@@ -135,6 +151,11 @@ def test_every_quoted_command_exists(page):
         ("verl quickstart --steps 3", True),
         ("verl quickstart --stops 3", False),
         ("verl tray", False),
+        ("verl --lang zh --help", True),
+        ("verl train --config ours.yaml", True),
+        ("verl export --model_path runs/a --output_dir out", True),
+        ("verl export --model_path runs/a --output_dir out --vrify", False),
+        ("verl chat", False),
         ("python benchmarks/quickstart.py", True),
         ("python benchmarks/quick.py", False),
         ("python -m verl.config.reference", True),

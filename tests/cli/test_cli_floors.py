@@ -12,10 +12,11 @@ import verl
 PACKAGE = Path(verl.__file__).parent
 FLOORS = [
     ["_version", "errors"],
-    ["notices", "metrics", "dependencies", "comm"],
+    ["language", "notices", "metrics", "dependencies", "comm"],
     ["cli.run"],  # how a command ends lies below everything that can be run as one
     ["hardware"],
     ["config"],
+    ["convert"],
     ["protocol"],
     ["algorithms"],
     ["data"],
@@ -28,6 +29,8 @@ FLOORS = [
     ["workers"],
     ["checkpoint"],
     ["tracking"],
+    ["export"],
+    ["serving"],
     ["dataflow"],
     ["trainer"],
     ["api"],

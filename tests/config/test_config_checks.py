@@ -78,6 +78,8 @@ def test_required_keys():
         (f"{AR}.rollout.temperature=0", "greater than 0 in training"),
         (f"{AR}.rollout.val_kwargs.do_sample=true", "val_kwargs.temperature"),
         (f"{AR}.rollout.stop=['']", "holds an empty text"),
+        (f"{AR}.rollout.min_tokens=9999", "more than an answer may have"),
+        (f"{AR}.rollout.repetition_penalty=0", "greater than 0"),
         (f"{AR}.actor.optim.betas=[0.9]", "two numbers"),
         (f"{AR}.actor.optim.betas=[0.9,1.0]", "two numbers"),
         ("data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=16", "more than data.train_batch_size=8"),

@@ -66,5 +66,5 @@ def test_every_option_is_read():
     assert unread <= set(NOT_YET), "stored and never read"
     assert set(NOT_YET) <= set(LEAVES)
     # the search can fail: what was taken out of the tree is not found
-    for gone in ("actor_rollout_ref.actor.strategy", "critic.fsdp_config.param_offload", "reward.reward_manager.name"):
+    for gone in ("actor_rollout_ref.actor.load_weight", "critic.fsdp_config.model_dtype", "reward.reward_manager.name"):
         assert not is_read(gone), gone

@@ -212,7 +212,7 @@ def test_B5_sizes():
         ({"num_rollout_samples": 0}, "at least 1"),
         ({"algorithm": "grpo", "num_rollout_samples": 11}, "multiple of 8"),
         ({"algorithm": "ppoo"}, "does not exist; there are ppo"),
-        ({"algorithm": "dpo"}, "not do in this version"),
+        ({"algorithm": "dppo"}, "does not exist; there are ppo"),
         ({"max_prompt_length": 1024}, "must be above 0 and below it"),
         ({"batch_size_per_device": "2"}, "whole number"),
         ({"max_seq_len": 64, "config": {"data": {"max_response_length": 3}}}, "give one of them"),
@@ -275,11 +275,43 @@ def test_B9_section_5_1_as_typed(make):
     assert make(names["ecommerce_reward_fn"]).train_step()["reward_mean"] == pytest.approx(0.7)
 
 
-def test_B10_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"sft_dataset_path='/data/sft_data\.jsonl': a mixture of SFT and RL"):
-        RLTrainer(
-            MODEL, sft_dataset_path="/data/sft_data.jsonl", rl_dataset_path="/data/rl.jsonl", mixed_training_ratio=0.3
-        )
+def test_B10_sft_and_rl_mixed(make, folder):
+    sft = [
+        {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]},
+        {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]},
+    ]
+    alpaca = [{"instruction": "Say yes.", "input": "", "output": "yes"}, {"instruction": "2+2", "output": "4"}]
+    pairs = [{"prompt": f"Count to {n}.", "chosen": "1 2 3", "rejected": "no"} for n in range(4)]
+    for name, rows in (("messages", sft), ("alpaca", alpaca), ("rl", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = []
+    trainer = make(
+        sft_dataset_path=["alpaca.jsonl"], rl_dataset_path="rl.jsonl", mixed_training_ratio=0.3, num_rollout_samples=2,
+        step_callback=lambda t: steps.append(dict(t.metrics)),
+    )  # fmt: skip
+    trainer.fit(10)
+    assert [number for number, m in enumerate(steps, 1) if "train/tokens" in m] == [4, 7, 10]
+    for metrics in steps:  # no KL penalty in SFT steps
+        assert ("kl_divergence" in metrics) != ("train/tokens" in metrics)
+    again = make(sft_dataset_path="alpaca.jsonl", rl_dataset_path="rl.jsonl", num_rollout_samples=2, resume=True)
+    assert again.trainer.loader.drawn == 10 and again.global_steps == 10
+
+
+def test_B10_pairs_go_to_dpo(make, folder):
+    rows = [{"prompt": f"Count to {n}.", "chosen": "1 2 3", "rejected": "no"} for n in range(4)]
+    (folder / "rl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "sft.jsonl").write_text(json.dumps({"prompt": "Hi", "response": "Ho"}) + "\n")
+    steps = []
+    make(
+        reward_fn=None, algorithm="dpo", sft_dataset_path="sft.jsonl", rl_dataset_path="rl.jsonl",
+        mixed_training_ratio=0.5, num_rollout_samples=2, step_callback=lambda t: steps.append(dict(t.metrics)),
+    ).fit(4)  # fmt: skip
+    assert ["rewards/margins" in m for m in steps] == [True, False, True, False]
+
+
+def test_B10_a_ratio_needs_sft_data():
+    with pytest.raises(ConfigError, match="give sft_dataset_path"):
+        RLTrainer(MODEL, mixed_training_ratio=0.3)
 
 
 def test_B10_rl_data_from_a_file(make, folder):
@@ -288,6 +320,33 @@ def test_B10_rl_data_from_a_file(make, folder):
     trainer = make(rl_dataset_path="rl.jsonl", num_rollout_samples=2)
     trainer.train_step()
     assert len(trainer.trainer.plan.train) == 2
+
+
+PAIRS = [{"prompt": f"{n} and 1?", "chosen": f"{n + 1}", "rejected": "none"} for n in range(4)]
+LABELS = [{"prompt": f"{n} and 1?", "completion": f"{n + 1}", "label": n % 2 == 0} for n in range(4)]
+ANSWERS = [{"prompt": f"{n} and 1?", "response": f"{n + 1}"} for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows"),
+    [("dpo", PAIRS), ("simpo", PAIRS), ("rm", PAIRS), ("kto", LABELS), ("bco", LABELS), ("sft", ANSWERS)],
+)
+def test_B11_learning_from_data_by_name(make, algorithm, rows):
+    trainer = make(reward_fn=None, algorithm=algorithm, prompts=rows, num_rollout_samples=4)
+    before = {name: tensor.clone() for name, tensor in weights(trainer).items() if name.startswith("live/")}
+    assert "train/loss" in trainer.train_step()
+    assert any(not torch.equal(before[name], tensor) for name, tensor in weights(trainer).items() if name in before)
+
+
+def test_B11_dpo_of_prompts_with_a_reward_is_online(make):
+    metrics = make(algorithm="dpo", num_rollout_samples=4).train_step()
+    assert "rewards/margins" in metrics or metrics["pairs/equal"] > 0
+
+
+def test_B11_data_that_an_algorithm_cannot_do_without():
+    for algorithm, needed in (("dpo", "pairs"), ("kto", "labelled answers"), ("sft", "answers"), ("rm", "pairs")):
+        with pytest.raises(ConfigError, match=f"algorithm='{algorithm}' learns from {needed}"):
+            RLTrainer(MODEL, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "remax"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import math
 import re
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 from contract_blocks import ALPACA, COMPARE, CONFIG, MY_REWARD, TRAIN_MINIMAL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl import RayPPOTrainer
+from verl import RayDPOTrainer, RayPPOTrainer
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError, DataError, RewardError
+from verl.notices import seen
 from verl.trainer.base import Trainer
 
 MODEL = "Qwen/Qwen1.5-0.5B"
@@ -168,6 +171,42 @@ def test_C9_too_long_a_prompt_is_named(folder, hub_here):
     config["data"]["max_prompt_length"] = 16
     with pytest.raises(DataError, match=r"train.parquet.*row.*prompt length \d+ > max_.*16"):
         RayPPOTrainer(config)
+
+
+DPO_ROWS = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": "no idea"} for n in range(4)]
+
+
+def test_C12_dpo_in_place_of_ppo(folder, hub_here):
+    with open("data/pairs.jsonl", "w") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in DPO_ROWS)
+    config = config_of(algorithm={"kl_penalty": 0.2, "gamma": 0.99, "lam": 0.95})
+    config["data"]["train_files"] = "data/pairs.jsonl"
+    trainer = RayDPOTrainer(config)
+    metrics = trainer.fit()
+    assert metrics["train/loss"] == pytest.approx(math.log(2), abs=1e-3)  # the first step: policy and reference agree
+    assert trainer.config.preference.beta == 0.2
+    told = " ".join(seen())
+    for text in (
+        "0.2 is the beta of dpo",
+        "algorithm.gamma is given and not used",
+        "algorithm.lam is given and not used",
+    ):
+        assert text in told
+    assert AutoModelForCausalLM.from_pretrained(folder / "actor/global_step_1").config.model_type == "qwen2"
+
+
+def test_C12_without_pairs_a_reward_function_makes_it_online(folder, hub_here):
+    def length(batch):
+        return torch.tensor([float(len(text)) for text in batch["responses"]])
+
+    trainer = RayDPOTrainer(config_of(reward_fn=length))
+    metrics = trainer.fit()
+    assert "critic/score/mean" in metrics and any("online DPO" in text for text in seen())
+
+
+def test_C12_without_pairs_and_without_a_reward_the_columns_are_named(folder, hub_here):
+    with pytest.raises(DataError, match=r"no column 'chosen' and no column 'rejected'.*columns are instruction"):
+        RayDPOTrainer(config_of())
 
 
 def test_C13_fit_is_short():

@@ -50,10 +50,16 @@ def test_greedy_equals_generate(family, triton):
         assert (best - chosen < 1e-5).all()  # each token is the best one, or tied with it
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0}, {"repetition_penalty": 1.3},
+        {"min_tokens": 3, "stop_token_ids": (7, 9)}, {"temperature": 0, "repetition_penalty": 1.5},
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("triton", [True, False])
 def test_device_sampling_draws_what_the_reference_draws(settings, triton):
-    from verl.rollout.native.row_sampling import RowSampling, draw_per_row
+    from verl.rollout.native.row_sampling import Adjusting, RowSampling, draw_per_row, kind_of
     from verl.rollout.native.sequence import Sequence
 
     params = SamplingParams(4, **{"temperature": 0.8, **settings})
@@ -63,9 +69,11 @@ def test_device_sampling_draws_what_the_reference_draws(settings, triton):
         row.tokens = [0] * i
     sampling = RowSampling.empty(16, logits.device)
     sampling.fill(rows, 20001)
-    got = draw_per_row(logits, sampling, filtered=params.filtered, triton=triton)
+    adjusting = Adjusting.of(rows, 20001, logits.device)
+    got = draw_per_row(logits, sampling, kind=kind_of(rows), triton=triton, adjusting=adjusting)
     seeds = torch.tensor([r.request.seed for r in rows], dtype=torch.int32, device="cuda")
-    want = draw(logits, params, seeds, torch.arange(16, dtype=torch.int32, device="cuda"))
+    written = [row.written() for row in rows]
+    want = draw(logits, params, seeds, torch.arange(16, dtype=torch.int32, device="cuda"), written)
     assert torch.equal(got[0], want[0])
     torch.testing.assert_close(got[1], want[1], atol=2e-5, rtol=1e-5)
     if params.filtered:
@@ -75,7 +83,11 @@ def test_device_sampling_draws_what_the_reference_draws(settings, triton):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_graphs_batches_and_preemption_change_nothing(dtype):
     model = make_model("llama", dtype=dtype).cuda()
-    for params in (SamplingParams(30, temperature=1.1), SamplingParams(30, temperature=1.1, top_k=7)):
+    for params in (
+        SamplingParams(30, temperature=1.1),
+        SamplingParams(30, temperature=1.1, top_k=7),
+        SamplingParams(30, temperature=1.1, repetition_penalty=1.4, min_tokens=20),
+    ):
         requests = requests_for(params, PROMPTS * 2)
         plain = tokens_of(engine_for(model, graphs=False).generate(requests))
         assert tokens_of(engine_for(model).generate(requests)) == plain
@@ -153,9 +165,9 @@ def test_the_cache_comes_back_when_torch_holds_the_memory():
     wanted = tokens_of(engine.generate(requests))
     engine.release()
     free = torch.cuda.mem_get_info()[0]
-    hoard = torch.empty(int(free * 0.8), dtype=torch.uint8, device="cuda")
-    with pytest.raises(RolloutError, match="gpu_memory_utilization"):
-        engine.generate(requests)
+    hoard = torch.empty(free - (1 << 30), dtype=torch.uint8, device="cuda")
+    with pytest.raises(RolloutError, match="no room"):  # 1.5 GB of pages, of which half a GB more than there is
+        engine.generate(requests_for(SamplingParams(10**6, temperature=0)))
     engine.abort()
     engine.poll()
     del hoard  # torch keeps it: the cache must ask for it

@@ -15,8 +15,25 @@ from verl.hybrid import make_twin
 from verl.rollout import Request, SamplingParams
 from verl.rollout.native import NativeEngine
 from verl.rollout.native.blocks import BlockManager
+from verl.rollout.native.runner import Runner
 
 ROOTS = [[7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21], list(range(30, 47))]
+
+
+class GrowingRunner(Runner):
+    """Takes memory piece by piece, like a large cache on a GPU."""
+
+    grows = True
+
+    def allocate(self, num_pages: int, most: int) -> None:
+        self.cache.allocate(min(most, num_pages + num_pages % 3))
+
+
+class GrowingEngine(NativeEngine):
+    take_at_once = 0
+
+    def _make_runner(self, twin, shape):
+        return GrowingRunner(twin, shape, self.settings)
 
 
 @functools.cache
@@ -38,11 +55,14 @@ def requests(draw):
         st.sampled_from(ROOTS), st.integers(1, 17), st.lists(st.integers(5, 60), max_size=2),
     )  # fmt: skip
     params = st.builds(
-        SamplingParams,
-        max_tokens=st.integers(1, 14),
+        lambda least, more, **others: SamplingParams(max_tokens=least + more, min_tokens=least, **others),
+        least=st.sampled_from([0, 0, 1, 6]),
+        more=st.integers(1, 14),
         temperature=st.sampled_from([0.0, 1.0, 1.4]),
         top_k=st.sampled_from([-1, 5]),
-        stop=st.sampled_from([(), ("a",)]),
+        stop=st.sampled_from([(), ("a",), ("b", "7", "cd"), tuple("EFGHIJKLM")]),
+        stop_token_ids=st.sampled_from([(), (30, 31, 32), tuple(range(2, 60, 4))]),
+        repetition_penalty=st.sampled_from([1.0, 1.0, 1.6, 0.8]),
         ignore_eos=st.booleans(),
     )
     distinct = draw(st.lists(st.tuples(prompts, params), min_size=1, max_size=5))
@@ -53,17 +73,21 @@ def requests(draw):
 @given(
     family=st.sampled_from(["llama", "gemma2"]),
     wanted=requests(),
-    pages=st.integers(12, 40),
+    pages=st.integers(14, 40),
     budget=st.integers(1, 30),
     rows=st.integers(1, 6),
     late=st.integers(0, 8),
     aborts=st.dictionaries(st.integers(0, 8), st.integers(1, 12), max_size=2),
+    kind=st.sampled_from([NativeEngine, GrowingEngine]),
+    slabs=st.sampled_from([0, 20_000, 1 << 30]),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_request_ends_with_the_tokens_that_it_gets_alone(family, wanted, pages, budget, rows, late, aborts):
-    engine = NativeEngine(
-        make_twin(model_of(family)), make_tokenizer(), (1,),
-        page_size=3, max_pages=pages, max_num_batched_tokens=budget, max_num_seqs=rows,
+def test_every_request_ends_with_the_tokens_that_it_gets_alone(
+    family, wanted, pages, budget, rows, late, aborts, kind, slabs
+):
+    engine = kind(
+        make_twin(model_of(family)), make_tokenizer(), (1,), page_size=3, max_pages=pages,
+        max_num_batched_tokens=budget, max_num_seqs=rows, host_slab_bytes=slabs,
     )  # fmt: skip
     first, rest = wanted[: late + 1], wanted[late + 1 :]
     engine.submit(first)
@@ -77,7 +101,8 @@ def test_every_request_ends_with_the_tokens_that_it_gets_alone(family, wanted, p
         done.update((c.request_id, c) for c in engine.poll())
         assert polls < 2000
         held = [p for s in [*engine.scheduler.running, *engine.scheduler.prefilling] for p in s.pages]
-        assert engine.blocks.used == len(set(held)) <= pages
+        assert engine.blocks.used == len(set(held)) <= engine.runner.cache.num_pages <= pages
+        assert engine.runner.cascade.bytes <= slabs
     assert set(done) == {r.id for r in wanted} and engine.blocks.used == 0
     for request in wanted:
         tokens, log_probs, reason = alone(family, tuple(request.prompt_ids), request.params, request.seed)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from verl.rollout import Request, SamplingParams
 from verl.rollout.native.attention import Options
 from verl.rollout.native.cache import CacheShape, PagedCache
-from verl.rollout.native.cascade import CascadeLayout
+from verl.rollout.native.cascade import Cascade, CascadeLayout
 from verl.rollout.native.layouts import GatherLayout, PrefillLayout, decode_table
-from verl.rollout.native.row_sampling import RowSampling, draw_per_row
+from verl.rollout.native.row_sampling import Adjusting, RowSampling, draw_per_row, kind_of
 from verl.rollout.native.scheduler import Chunk
 from verl.rollout.native.sequence import Sequence
 from verl.rollout.sampling import draw
@@ -25,6 +25,8 @@ KINDS = st.builds(
     top_k=st.sampled_from([-1, 1, 5, 40]),
     top_p=st.sampled_from([1.0, 0.9, 0.4]),
     min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.4, 0.7]),
+    min_tokens=st.sampled_from([0, 0, 2]),
 )
 
 
@@ -35,14 +37,15 @@ def test_rows_of_any_parameters_draw_what_each_draws_alone(kinds, seed):
     logits = torch.randn(len(kinds), 301) * 3
     rows = [Sequence(Request(str(i), np.array([1]), k, seed=seed + i), i) for i, k in enumerate(kinds)]
     for i, row in enumerate(rows):
-        row.tokens = [0] * (i % 4)
+        row.tokens = torch.randint(301, (i % 4,)).tolist()
+        row.stops = frozenset(logits[i].topk(i).indices.tolist())
     sampling = RowSampling.empty(len(rows), logits.device)
     sampling.fill(rows, 301)
-    filtered = any(k.filtered for k in kinds)
-    tokens, log_probs, sampled = draw_per_row(logits, sampling, filtered=filtered, triton=False)
+    adjusting = Adjusting.of(rows, 301, logits.device)
+    tokens, log_probs, sampled = draw_per_row(logits, sampling, kind=kind_of(rows), triton=False, adjusting=adjusting)
     for i, (row, kind) in enumerate(zip(rows, kinds, strict=True)):
         one = [torch.tensor([x], dtype=torch.int32) for x in (row.request.seed, len(row.tokens))]
-        token, plain, cut = draw(logits[i : i + 1], kind, *one)
+        token, plain, cut = draw(logits[i : i + 1], kind, *one, [row.written()])
         assert int(tokens[i]) == int(token)
         torch.testing.assert_close(log_probs[i : i + 1], plain, atol=1e-5, rtol=1e-5)
         if kind.filtered:
@@ -53,7 +56,8 @@ def test_rows_of_any_parameters_draw_what_each_draws_alone(kinds, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (9, 3)])
-def test_the_shared_prefix_is_read_once_with_the_same_result(dtype, heads):
+@pytest.mark.parametrize("slab_bytes", [0, 1 << 24])
+def test_the_shared_prefix_is_read_once_with_the_same_result(dtype, heads, slab_bytes):
     """Groups of several sizes, prefix lengths and own lengths, and rows without a group, against gathered pages."""
     torch.manual_seed(0)
     h, g, d, page = *heads, 16, 4
@@ -74,7 +78,9 @@ def test_the_shared_prefix_is_read_once_with_the_same_result(dtype, heads):
             rows.append(row)
     query, key, value = (torch.randn(len(rows), n, d, dtype=dtype) for n in (h, g, g))
     options = Options(0.25, None, None)
-    got = CascadeLayout(caches[0], rows).attend(0, query, key, value, options)
+    cascade = Cascade(caches[0], slab_bytes)
+    got = CascadeLayout(cascade, rows).attend(0, query, key, value, options)
+    assert bool(cascade.bytes) == bool(slab_bytes)
     want = GatherLayout(caches[1], *decode_table(caches[1], rows)).attend(0, query, key, value, options)
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import ray_groups
 import torch
 
 from verl.errors import ConfigError, DataflowError
@@ -13,8 +14,8 @@ from verl.single_controller import (
     Dispatch,
     DispatchMode,
     Execute,
-    LocalWorkerGroup,
     Worker,
+    WorkerGroup,
     get_predefined_dispatch_fn,
     register,
     register_dispatch_mode,
@@ -22,6 +23,15 @@ from verl.single_controller import (
 )
 
 RANKS = pytest.mark.parametrize("world_size", [1, 2, 3])
+KIND = ["local"]
+
+
+@pytest.fixture(scope="module", params=["local", "ray"], autouse=True)
+def kind(request):
+    """Every test here runs with ranks as threads of this process and with ranks as processes."""
+    KIND[0] = request.param
+    yield request.param
+    ray_groups.close()
 
 
 def rows(count: int, ids: bool = True) -> DataProto:
@@ -106,6 +116,10 @@ class Calculator(Worker):
     def take_column(self, batch: DataProto) -> list[str]:
         return batch.pop(["x"]).tensor_keys()
 
+    @register(Dispatch.ONE_TO_ALL)
+    def seen(self) -> tuple[list[str], int]:
+        return self.modes, self.rank_at_start
+
     @register(Dispatch.RANK_ZERO)
     def only_first(self) -> int:
         return self.rank
@@ -144,8 +158,8 @@ class Calculator(Worker):
         return {"loss": 1.0}
 
 
-def group(world_size: int, **kwargs) -> LocalWorkerGroup:
-    return LocalWorkerGroup(Calculator, world_size=world_size, **kwargs)
+def group(world_size: int, worker_cls: type[Worker] = Calculator, **kwargs) -> WorkerGroup:
+    return ray_groups.make_group(KIND[0], worker_cls, world_size, **kwargs)
 
 
 @RANKS
@@ -261,23 +275,22 @@ def test_mode_is_entered_on_every_rank_before_the_call(world_size):
         workers.expand(rows(3), n=1)
         workers.total(rows(3))
         workers.measure(rows(3))
-        assert [worker.modes for worker in workers.workers] == [["rollout", "train"]] * world_size
-        assert [worker.rank_at_start for worker in workers.workers] == list(range(world_size))
+        assert workers.seen() == [(["rollout", "train"], rank) for rank in range(world_size)]
 
 
-def test_own_dispatch_modes():
+def test_own_dispatch_modes(kind):
     built_in = get_predefined_dispatch_fn(Dispatch.DP_COMPUTE_PROTO)
     mode = register_dispatch_mode(
-        "REVERSED_FOR_TEST", lambda group, data: built_in["dispatch_fn"](group, data[::-1]), built_in["collect_fn"]
+        f"REVERSED_{kind}", lambda group, data: built_in["dispatch_fn"](group, data[::-1]), built_in["collect_fn"]
     )
-    assert Dispatch.REVERSED_FOR_TEST is mode
+    assert getattr(Dispatch, f"REVERSED_{kind}") is mode
 
     class Echo(Worker):
-        @register(Dispatch.REVERSED_FOR_TEST)
+        @register(mode)
         def echo(self, batch: DataProto) -> DataProto:
             return batch
 
-    with LocalWorkerGroup(Echo, world_size=2) as workers:
+    with group(2, Echo) as workers:
         assert workers.echo(rows(3)).non_tensor_batch["uid"].tolist() == ["u2", "u1", "u0"]
         update_dispatch_mode(mode, built_in["dispatch_fn"], lambda group, outputs: len(outputs))
         assert workers.echo(rows(3)) == 2

@@ -330,6 +330,7 @@ def test_an_error_while_closing_is_not_lost(world_size):
         next(stream)
         with pytest.raises(DataError, match="cannot tidy up"):
             within(stream.close)
+        assert len(workers.history()) == world_size, "the group works on"
 
 
 def test_streams_say_what_they_cannot_do():

@@ -134,6 +134,42 @@ def test_an_ascii_terminal_does_not_raise():
     assert raw.getvalue() == b"[notice] \\xe9 \\u7b54\n"
 
 
+@pytest.mark.parametrize(("encoding", "live"), [("utf-8", True), ("ascii", False), ("latin-1", False)])
+def test_a_terminal_without_unicode_gets_lines(encoding, live, monkeypatch):
+    class Terminal(io.TextIOWrapper):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    raw = io.BytesIO()
+    stream = Terminal(raw, encoding=encoding)
+    console = LiveConsole(INFO, stream)
+    console.start()
+    console.log(METRICS, 1)
+    console.close()
+    stream.flush()
+    assert (b"\x1b[" in raw.getvalue()) is live and b"step 1/60" in raw.getvalue()
+
+
+def test_a_notebook_gets_a_short_line_a_step(monkeypatch):
+    import types
+
+    from verl.tracking.tracker import make_console
+
+    class ZMQInteractiveShell:
+        pass
+
+    assert type(make_console("auto", INFO, io.StringIO())).__name__ == "LineConsole"
+    module = types.SimpleNamespace(get_ipython=ZMQInteractiveShell)
+    monkeypatch.setitem(sys.modules, "IPython", module)
+    out = io.StringIO()
+    console = make_console("auto", INFO, out)
+    console.log(METRICS, 1)
+    console.close()
+    assert out.getvalue().startswith("step 1/60  reward 0.531") and "\x1b" not in out.getvalue()
+
+
 def test_headline_numbers_by_hand():
     assert validation(METRICS) == {"openai/gsm8k accuracy": 0.43}
     assert numbers({"train/loss": 0.5}) == [("loss", "0.5000")]

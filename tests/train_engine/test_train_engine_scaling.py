@@ -84,3 +84,14 @@ def test_a_turing_card_trains_in_scaled_float16():
     choice = choose(Device("cuda", "Tesla T4", (7, 5), 16 << 30), "2.13.0", {"triton"})
     assert (choice.dtype, choice.master_dtype, choice.grad_scaling) == ("float16", "float32", True)
     assert choice.attention == "sdpa"
+
+
+def test_a_run_that_scaled_nothing_does_not_hand_its_scale_on():
+    module = Factor(torch.bfloat16)
+    engine = TorchEngine(module, SGD)
+    engine.train_step([torch.ones(4, dtype=torch.bfloat16)], loss_of(module, 2.0))
+    old = torch.tensor([1.0, 0.0], dtype=torch.float64)  # as earlier versions wrote it
+    for state in (engine.state_dict(), {**engine.state_dict(), "loss_scale": old}):
+        other = TorchEngine(Factor(torch.float16), SGD)
+        other.load_state_dict(state)
+        assert other.scaler.scale == INITIAL

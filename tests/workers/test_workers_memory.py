@@ -123,7 +123,7 @@ def test_other_errors_are_not_taken_for_a_shortage(folder):
 
 def test_forward_passes_go_on_with_smaller_micro_batches(folder):
     batch = recorded_batch()
-    settings = actor_settings(folder, cut=Cut(max_tokens=60, key="rollout.log_prob_max_token_len_per_gpu"))
+    settings = actor_settings(folder, cut=Cut(max_tokens=30, key="rollout.log_prob_max_token_len_per_gpu"))
     expected = LocalWorkerGroup(Actor, settings).compute_log_prob(batch).batch["old_log_probs"]
     group = LocalWorkerGroup(Actor, settings)
     calls = []

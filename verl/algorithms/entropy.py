@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import GlobalCounts, agg_loss
-from verl.algorithms.masked import as_mask, masked_mean, upcast
+from verl.algorithms.masked import as_mask, masked_sum, upcast
 from verl.metrics import Metrics
 
 
@@ -27,7 +27,6 @@ def entropy_loss(
 ) -> tuple[Tensor, Metrics]:
     """Aggregated entropy (to be subtracted with ``entropy_coeff``) and ``actor/entropy`` (mean per token)."""
     metrics = Metrics()
-    tokens = float(as_mask(response_mask).sum())
-    metrics.add("actor/entropy", float(masked_mean(entropy.detach(), response_mask)), weight=tokens)
+    metrics.add_total("actor/entropy", masked_sum(entropy.detach(), response_mask), as_mask(response_mask).sum())
     loss = agg_loss(entropy, response_mask, loss_agg_mode, counts=counts, loss_scale_factor=loss_scale_factor)
     return loss, metrics

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregation import GlobalCounts, agg_loss
-from verl.algorithms.masked import LOG_RATIO_LIMIT, as_mask, clean, masked_mean
+from verl.algorithms.masked import LOG_RATIO_LIMIT, as_mask, clean, masked_sum
 from verl.errors import ConfigError
 from verl.metrics import Metrics
 
@@ -61,7 +61,6 @@ def kl_loss(
     """The KL term of the actor's loss (before its coefficient) and ``actor/kl_loss`` (mean per token)."""
     per_token = kl_penalty(log_prob, ref_log_prob.detach(), kl_loss_type, response_mask)
     metrics = Metrics()
-    tokens = float(as_mask(response_mask).sum())
-    metrics.add("actor/kl_loss", float(masked_mean(per_token.detach(), response_mask)), weight=tokens)
+    metrics.add_total("actor/kl_loss", masked_sum(per_token.detach(), response_mask), as_mask(response_mask).sum())
     loss = agg_loss(per_token, response_mask, loss_agg_mode, counts=counts, loss_scale_factor=loss_scale_factor)
     return loss, metrics

@@ -63,10 +63,10 @@ class PolicyLoss:
             raise ConfigError(f"policy loss {self.name!r} must return (loss, metrics), got {type(result).__name__}")
         loss, metrics = result
         if not isinstance(metrics, Metrics):
-            tokens = float(as_mask(response_mask).sum())
+            tokens = as_mask(response_mask).sum()
             plain, metrics = metrics, Metrics()
             for key, value in plain.items():
-                metrics.add(key, float(value), weight=tokens)
+                metrics.add(key, value, weight=tokens)
         return loss, metrics
 
 

@@ -54,8 +54,10 @@ def settle_rewards(
 def last_token(mask: Tensor) -> Tensor:
     """(B, R) bool: True at the last valid position of each row that has one."""
     valid = as_mask(mask)
-    left = valid.long().flip(-1).cumsum(-1).flip(-1)
-    return valid & (left == 1)
+    if not valid.shape[-1]:
+        return valid
+    number = torch.arange(1, valid.shape[-1] + 1, dtype=torch.int32, device=valid.device)
+    return valid & (number == number.where(valid, 0).amax(-1, keepdim=True))
 
 
 def apply_kl_penalty(

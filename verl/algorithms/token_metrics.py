@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from verl.algorithms.masked import as_mask, clean
@@ -12,12 +11,10 @@ from verl.metrics import Metrics
 
 
 def token_metrics(response_mask: Tensor, values: Mapping[str, Tensor]) -> Metrics:
-    """Means of (B, R) tensors over the valid tokens, weighted by their number; one transfer from the device."""
+    """Means of (B, R) tensors over the valid tokens, weighted by their number; nothing is read from the device."""
     mask = as_mask(response_mask)
-    sums = [clean(value.detach(), mask).sum().float() for value in values.values()]
-    *sums, tokens = torch.stack([*sums, mask.sum().float()]).tolist()
+    tokens = mask.sum()
     metrics = Metrics()
-    if tokens:
-        for name, total in zip(values, sums, strict=True):
-            metrics.add(name, total / tokens, weight=tokens)
+    for name, value in values.items():
+        metrics.add_total(name, clean(value.detach(), mask).sum(), tokens)
     return metrics

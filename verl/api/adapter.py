@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from verl.hardware.choice import ATTENTIONS
 from verl.hybrid import make_twin
 from verl.models.backbone import hidden_states, lm_head, use_packed_attention
 from verl.models.loading import building_models, disable_dropout, load_tokenizer
+from verl.models.lora import ADAPTER
 from verl.models.packing import pack
 from verl.models.policy import prepare_policy
 from verl.notices import notice
@@ -74,6 +76,16 @@ def make_config(enable_kl_penalty: bool, more: Mapping[str, Any] | None) -> Conf
     """PPO over the rows given, with the KL against the reference in the reward where asked for."""
     own = {"algorithm.use_kl_in_reward": enable_kl_penalty, "data.max_response_length": 1}
     return load_config(values={**own, **(more or {})})
+
+
+def plain_model(model: Any) -> Any:
+    """The transformers model inside peft's wrapper, with its adapters in it; any other object as it is."""
+    peft = sys.modules.get("peft")  # a wrapper of peft's can only exist if somebody has imported it
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    if set(model.peft_config) != {ADAPTER}:
+        raise ModelError(f"wrap_for_rl trains one adapter named '{ADAPTER}'; the model has {sorted(model.peft_config)}")
+    return model.get_base_model()
 
 
 def check_model(model: Any) -> None:
@@ -143,7 +155,10 @@ def make_roles(
     tokenizer: Any,
     reward: Any,
 ) -> Roles:
-    """The workers around ``model``'s own weights: training and rollout work on twins that share them."""
+    """The workers around ``model``'s own weights: training and rollout work on twins that share them.
+
+    With adapters in the model, those are trained, and without a ``reference`` their base is it.
+    """
     config = resolve(config)
     config.actor_rollout_ref.model.path = config.critic.model.path = model.name_or_path or type(model).__name__
     settings = actor_settings(config, choice, 0)

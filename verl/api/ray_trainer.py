@@ -1,15 +1,16 @@
-"""RayPPOTrainer: a config dict and ``fit()``, as short verl scripts write it. One process needs no Ray cluster."""
+"""RayPPOTrainer: a config dict and ``fit()``, as short verl scripts write it. Only several processes need Ray."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.api.reward_models import RewardModel
 from verl.api.settings import is_reward_model
-from verl.config import load_config
+from verl.config import load_config, processes
+from verl.config.compat import RENAMES
 from verl.config.overrides import spread
 from verl.errors import ConfigError
 from verl.notices import notice
@@ -36,6 +37,9 @@ class RayPPOTrainer(Trainer):
         ConfigError: with everything that is wrong with ``config``, before a model is loaded.
     """
 
+    defaults: ClassVar[dict[str, object]] = {}
+    """Keys below those of the config."""
+
     def __init__(
         self,
         config: Mapping[str, Any],
@@ -45,8 +49,14 @@ class RayPPOTrainer(Trainer):
         validation_rows: list[dict[str, Any]] | None = None,
     ):
         if not isinstance(config, Mapping):
-            raise ConfigError(f"RayPPOTrainer(config=...) takes a nested dict of keys, got {type(config).__name__}")
-        tree = load_config(values=_with_reward_models(config))
+            raise ConfigError(
+                f"{type(self).__name__}(config=...) takes a nested dict of keys, got {type(config).__name__}"
+            )
+        given = _with_reward_models(config)
+        named = {RENAMES.get(key, key) for key, value in given.items() if key != "algorithm" or isinstance(value, str)}
+        below = {} if {"algorithm", "algorithm.name"} & named else self.defaults
+        emptied = {key: value for key, value in given.items() if value == {}}  # resets a group, so it comes first
+        tree = load_config(values={**emptied, **below, **{k: v for k, v in given.items() if k not in emptied}})
         self._has_own_folder = tree.trainer.default_local_dir is None
         if self._has_own_folder:
             tree.trainer.default_local_dir = str(_new_folder(tree.algorithm.name or "ppo"))
@@ -60,9 +70,11 @@ class RayPPOTrainer(Trainer):
             stays_open=True,
         )
         if tree.given("trainer.n_gpus_per_node") and self.plan.choice.device.kind == "cpu":
+            count = processes(self.config)
+            who = "one CPU process trains" if count == 1 else f"{count} CPU processes train"
             notice(
                 f"trainer.n_gpus_per_node={tree.trainer.n_gpus_per_node}: there is no GPU that torch can use here, so "
-                "one CPU process trains"
+                f"{who}"
             )
 
     def save(self) -> Path:

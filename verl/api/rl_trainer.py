@@ -12,12 +12,13 @@ from verl.api.settings import (
     OUTPUT,
     SEQUENCE_LENGTH,
     is_reward_model,
-    refuse_mixture,
+    needs_data,
     rl_config,
     tell_workers,
     whole_batches,
     world_size,
 )
+from verl.api.vllm_actor import VLLMActor, actor_settings
 from verl.config import validate
 from verl.data.builtin import builtin_prompts
 from verl.data.readers import read_rows
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from verl.trainer.roles import Roles
 
 _NAMES = {"kl_divergence": "kl_divergence", "reward_mean": "critic/score/mean", "policy_loss": "actor/pg_loss"}
-_MIXED = (
-    "training on a mixture of SFT and RL is not part of this version of verl; leave it out, and use rl_dataset_path"
-)
 
 
 class RLTrainer:
@@ -46,7 +44,10 @@ class RLTrainer:
             ``compute_score(data_source, solution_str, ground_truth, extra_info)`` of one row, or a reward model: its
             folder, its hub name, or the model object. None: data with reference answers is scored by its own rule, or
             by the overlap with the reference.
-        algorithm: ``ppo``, ``grpo``, ``rloo``, ... (:data:`verl.config.PRESETS`).
+        actor_model: a :class:`verl.VLLMActor` in place of ``model_name``: the same model, with rollouts in vLLM.
+        algorithm: ``ppo``, ``grpo``, ``rloo``, ... (:data:`verl.config.PRESETS`), or ``dpo``, ``kto``, ``sft``, ``rm``,
+            ... (docs/preference.md), which learn from pairs, labels or answers. Data without pairs and a ``reward_fn``
+            make ``dpo`` online: it pairs the policy's own answers.
         num_rollout_samples: responses of one training step in all (default 8). ``rollout_batch_size`` is another name
             for it. An algorithm that compares responses to one prompt splits them into groups.
         batch_size_per_device: rows of a micro-batch; None: by memory.
@@ -57,6 +58,8 @@ class RLTrainer:
             never an out-of-memory error.
         prompts: texts, lists of messages, or rows (dicts) to train on, drawn again and again.
         rl_dataset_path: a file, folder or hub name (or a list) to train on. None, with no ``prompts``: built-in ones.
+        sft_dataset_path: answers to learn in SFT steps between the others (messages, prompt and response, Alpaca).
+        mixed_training_ratio: share of the steps that are SFT steps, evenly spread (default 0.3).
         output_dir: the run's folder, with its checkpoints.
         resume: go on from the newest checkpoint in ``output_dir``. False: start anew.
         step_callback: called with this trainer after every step.
@@ -77,6 +80,7 @@ class RLTrainer:
         model_name: str | None = None,
         reward_fn: Any = None,
         *,
+        actor_model: VLLMActor | None = None,
         algorithm: str = "ppo",
         num_rollout_samples: int | None = None,
         rollout_batch_size: int | None = None,
@@ -87,7 +91,7 @@ class RLTrainer:
         kv_cache_max_len: int | None = None,
         prompts: Sequence[Any] | None = None,
         rl_dataset_path: str | list[str] | None = None,
-        sft_dataset_path: str | None = None,
+        sft_dataset_path: str | list[str] | None = None,
         mixed_training_ratio: float | None = None,
         output_dir: str = OUTPUT,
         resume: bool = False,
@@ -95,7 +99,6 @@ class RLTrainer:
         change_flow: Callable[[Dataflow, Roles], Dataflow] | None = None,
         config: Mapping[str, Any] | None = None,
     ):
-        refuse_mixture(sft_dataset_path, mixed_training_ratio)
         if prompts is not None and rl_dataset_path is not None:
             raise ConfigError("prompts and rl_dataset_path are both given: keep one")
         self.world_size = world_size()
@@ -112,11 +115,17 @@ class RLTrainer:
             max_prompt_length=max_prompt_length,
             kv_cache_max_len=kv_cache_max_len,
             rl_dataset_path=rl_dataset_path,
+            sft_dataset_path=sft_dataset_path,
+            mixed_training_ratio=mixed_training_ratio,
             builtin_prompts=prompts is None,
             output_dir=output_dir,
             resume=resume,
             config=config,
+            actor=actor_settings(actor_model, model_name),
         )
+        needed = needs_data(algorithm, reward_fn)
+        if needed and prompts is None and not self.config.data.train_files:
+            raise ConfigError(f"algorithm={algorithm!r} learns from {needed}: give rl_dataset_path or prompts")
         self._rows = None if self.config.data.train_files else _rows_of(prompts, self.config.data.train_batch_size)
         validate(self.config, need_data=self._rows is None, need_model=False)
         self._callback, self._change_flow = step_callback, change_flow

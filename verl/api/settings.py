@@ -11,6 +11,7 @@ from typing import Any
 from verl.config import PRESETS, Config, load_config, resolve
 from verl.config.compat import translate
 from verl.config.overrides import VALUES, Setting, spread
+from verl.config.presets import FAMILIES, FAMILY_PRESETS
 from verl.errors import ConfigError
 from verl.notices import notice
 
@@ -21,7 +22,7 @@ NO_END = 1_000_000
 """``trainer.total_training_steps`` of a trainer whose steps are asked for one by one."""
 
 _AR = "actor_rollout_ref"
-_PAIRS = ("dpo", "kto", "ipo", "simpo", "orpo", "cpo", "rdpo")
+_NAMES = {**PRESETS, **FAMILY_PRESETS}
 _KL_KEYS = (
     "algorithm.use_kl_in_reward",
     "algorithm.kl_ctrl.kl_coef",
@@ -42,10 +43,13 @@ def rl_config(
     max_prompt_length: int | None,
     kv_cache_max_len: int | None,
     rl_dataset_path: str | list[str] | None,
+    sft_dataset_path: str | list[str] | None,
+    mixed_training_ratio: float | None,
     builtin_prompts: bool,
     output_dir: str,
     resume: bool,
     config: Mapping[str, Any] | None,
+    actor: Mapping[str, Any] | None = None,
 ) -> Config:
     """The configuration of an RLTrainer. ``config`` holds further keys; they win over defaults, not over parameters.
 
@@ -53,6 +57,7 @@ def rl_config(
         ConfigError: a parameter is wrong, contradicts another one, or belongs to another version.
     """
     _check_algorithm(algorithm)
+    rl_dataset_path, sft_dataset_path = _data_of(algorithm, rl_dataset_path, sft_dataset_path, mixed_training_ratio)
     more = {key: value for key, value in spread(config or {}) if key}
     given = {setting.key: setting.value for setting in _settings(more)}
     samples = _samples(num_rollout_samples, rollout_batch_size)
@@ -65,10 +70,13 @@ def rl_config(
         ("algorithm.name", algorithm, algorithm != "ppo"),
         ("data.train_batch_size", samples // n, sized),
         (f"{_AR}.rollout.n", n, False),
-        ("data.max_prompt_length", prompt, measured),
-        ("data.max_response_length", response, measured),
+        *_length_keys(algorithm, reward_fn, (prompt, response), measured),
+        ("data.max_length", max_seq_len if _learns(algorithm) or sft_dataset_path else None, measured),
+        ("sft.train_files", sft_dataset_path, True),
+        ("sft.ratio", mixed_training_ratio, True),
         ("data.train_files", rl_dataset_path, True),
-        (f"{_AR}.model.path", model_name, True),
+        *((key, value, True) for key, value in (actor or {}).items()),
+        *(() if actor else ((f"{_AR}.model.path", model_name, True),)),
         # built-in prompts that are too long for a small max_seq_len are nobody's mistake
         ("data.filter_overlong_prompts", True if builtin_prompts and rl_dataset_path is None else None, False),
         ("reward.reward_fn", reward_fn, True),
@@ -80,8 +88,13 @@ def rl_config(
         ("trainer.total_training_steps", NO_END, False),
         ("trainer.resume_mode", "auto" if resume else "disable", resume),
     ]
-    if not any(key in given for key in _KL_KEYS):
+    if not _learns(algorithm) and not any(key in given for key in _KL_KEYS):
         wanted.append((_kl_switch(algorithm), True, False))
+    return _loaded(wanted, given, more)
+
+
+def _loaded(wanted: list[tuple[str, Any, bool]], given: Mapping[str, Any], more: Mapping[str, Any]) -> Config:
+    """What the parameters make, below the further keys; an error where they contradict each other."""
     problems = [
         f"the parameters of RLTrainer make {key}={value}, and config says {given[key]}: give one of them"
         for key, value, asked in wanted
@@ -97,15 +110,51 @@ def world_size() -> int:
     return 1
 
 
-def refuse_mixture(sft_dataset_path: Any, mixed_training_ratio: Any) -> None:
-    """Raise ConfigError if a mixture of SFT and RL is asked for."""
-    asked = {"sft_dataset_path": sft_dataset_path, "mixed_training_ratio": mixed_training_ratio}
-    for name, value in asked.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name}={value!r}: a mixture of SFT and RL steps is not part of this version of verl; leave it out, "
-                "and name the RL data in rl_dataset_path"
-            )
+def _learns(algorithm: str) -> bool:
+    """Whether it is not reinforcement learning of the PPO kind."""
+    return algorithm in FAMILIES
+
+
+def _data_of(
+    algorithm: str,
+    rl_dataset_path: str | list[str] | None,
+    sft_dataset_path: str | list[str] | None,
+    mixed_training_ratio: float | None,
+) -> tuple[str | list[str] | None, str | list[str] | None]:
+    """(data of the algorithm, data of SFT steps in between)."""
+    if mixed_training_ratio is not None and (sft_dataset_path is None or algorithm == "sft"):
+        raise ConfigError(
+            f"mixed_training_ratio={mixed_training_ratio} is the share of SFT steps between those of another algorithm"
+            ": give sft_dataset_path, their data, and such an algorithm"
+        )
+    if algorithm != "sft" or sft_dataset_path is None:
+        return rl_dataset_path, sft_dataset_path
+    if rl_dataset_path is not None:
+        raise ConfigError("algorithm='sft' has no use for rl_dataset_path: leave it out, or take another algorithm")
+    return sft_dataset_path, None
+
+
+def _length_keys(
+    algorithm: str, reward_fn: Any, lengths: tuple[int, int], measured: bool
+) -> list[tuple[str, Any, bool]]:
+    """Lengths of prompt and response, where answers are sampled: a preference run makes pairs if it has a reward."""
+    if FAMILIES.get(algorithm, "ppo") in ("sft", "reward_model") or (_offline(algorithm) and reward_fn is None):
+        return []
+    return [("data.max_prompt_length", lengths[0], measured), ("data.max_response_length", lengths[1], measured)]
+
+
+def _offline(algorithm: str) -> bool:
+    return FAMILIES.get(algorithm) == "preference"
+
+
+def needs_data(algorithm: str, reward: Any) -> str | None:
+    """What kind of rows the algorithm cannot do without; None where built-in prompts serve."""
+    kind = FAMILIES.get(algorithm, "ppo")
+    if kind == "sft":
+        return "answers to learn (prompt and response, or messages)"
+    if kind == "reward_model" or (kind == "preference" and reward is None):
+        return "labelled answers" if algorithm in ("kto", "bco") else "pairs (prompt, chosen, rejected)"
+    return None
 
 
 def tell_workers(num_rollout_workers: int | None) -> None:
@@ -132,10 +181,8 @@ def _settings(more: Mapping[str, Any]) -> list[Setting]:
 
 
 def _check_algorithm(name: str) -> None:
-    if name in _PAIRS:
-        raise ConfigError(f"algorithm={name!r} trains on pairs, which RLTrainer does not do in this version of verl")
-    if name not in PRESETS:
-        raise ConfigError(f"algorithm={name!r} does not exist; there are {', '.join(PRESETS)}")
+    if name not in _NAMES:
+        raise ConfigError(f"algorithm={name!r} does not exist; there are {', '.join(_NAMES)}")
 
 
 def _samples(num_rollout_samples: int | None, rollout_batch_size: int | None) -> int:
@@ -164,7 +211,7 @@ def _group_size(samples: int, algorithm: str, asked: Any) -> int:
                 "give num_rollout_samples a multiple of it"
             )
         return asked
-    preset = PRESETS[algorithm].get(f"{_AR}.rollout.n", 1)
+    preset = _NAMES[algorithm].get(f"{_AR}.rollout.n", 1)
     n = next(size for size in range(min(preset, samples), 0, -1) if samples % size == 0)
     if preset > 1 and n == 1:
         raise ConfigError(
@@ -209,7 +256,7 @@ def _sequences_at_once(kv_cache_max_len: int | None, max_seq_len: int) -> int | 
 
 def _kl_switch(algorithm: str) -> str:
     """Where the KL against the reference goes: into the loss for groups (GRPO style), else into the reward (PPO)."""
-    grouped = PRESETS[algorithm].get(f"{_AR}.rollout.n", 1) > 1
+    grouped = _NAMES[algorithm].get(f"{_AR}.rollout.n", 1) > 1
     return f"{_AR}.actor.use_kl_loss" if grouped else "algorithm.use_kl_in_reward"
 
 

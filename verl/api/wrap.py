@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -13,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from verl.algorithms.masked import as_mask
 from verl.algorithms.rewards_shaping import last_token
-from verl.api.adapter import check_model, choose, frozen_copy, make_config, make_roles, tokenizer_of
+from verl.api.adapter import check_model, choose, frozen_copy, make_config, make_roles, plain_model, tokenizer_of
 from verl.api.reward_models import RewardModel
 from verl.api.settings import is_reward_model
 from verl.config import Config, needs_reference, resolve
@@ -21,6 +22,7 @@ from verl.dataflow import Dataflow
 from verl.errors import ConfigError, DataError, RewardError
 from verl.hybrid import make_twin
 from verl.models.loading import building_models
+from verl.models.lora import adapters_off, has_adapters
 from verl.notices import notice
 from verl.protocol import DataProto, object_column
 from verl.rewards import RewardRunner
@@ -37,6 +39,7 @@ class RLMethods:
 
     def __init__(self, model: PreTrainedModel, reference: PreTrainedModel | None, config: Config, parts: _Parts):
         self._model, self._reference, self._config, self._parts = model, reference, config, parts
+        self._plain = plain_model(model)
         self._roles: Roles | None = None
         self._plain_reference: PreTrainedModel | None = None
         self._rollouts = 0
@@ -103,14 +106,16 @@ class RLMethods:
         Exact (over the whole vocabulary) and differentiable; 0 at masked positions.
         Raises ConfigError where the model was wrapped without a KL penalty.
         """
-        if self._reference is None:
+        base_is_reference = self._reference is None and has_adapters(self._plain) and needs_reference(self._config)
+        if self._reference is None and not base_is_reference:
             raise ConfigError("forward_with_kl needs a reference: wrap_for_rl(model, enable_kl_penalty=True)")
         if self._plain_reference is None:
             with building_models():
-                self._plain_reference = make_twin(self._reference)
+                self._plain_reference = make_twin(self._reference or self._plain)
         output = self._model(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        with torch.no_grad():
-            other = self._plain_reference(input_ids=input_ids, attention_mask=attention_mask).logits
+        twin = self._plain_reference
+        with torch.no_grad(), adapters_off(twin) if base_is_reference else contextlib.nullcontext():
+            other = twin(input_ids=input_ids, attention_mask=attention_mask).logits
         mine, theirs = output.logits.float().log_softmax(-1), other.float().log_softmax(-1)
         kl = (mine.exp() * (mine - theirs)).sum(-1)
         output["kl"] = kl if attention_mask is None else kl.masked_fill(~attention_mask.bool(), 0)
@@ -146,7 +151,7 @@ class RLMethods:
         if self._roles is None:
             parts = self._parts
             self._roles = make_roles(
-                self._model, self._reference, self._config, parts.choice, parts.tokenizer, parts.reward
+                self._plain, self._reference, self._config, parts.choice, parts.tokenizer, parts.reward
             )
         return self._roles
 
@@ -214,7 +219,9 @@ def wrap_for_rl(
         enable_kl_penalty: subtract the KL against the reference from the reward.
         use_flash_attention: True: use it, with a notice where there is none; None: the best there is; False: SDPA.
         offload_reward_to_cpu: a reward model given as ``reward_fn`` stays on the CPU.
-        reference: the frozen model of the KL; None: a frozen copy of ``model`` as it is now.
+        reference: the frozen model of the KL; None: a frozen copy of ``model`` as it is now or, where it has LoRA
+            adapters (peft's wrapper, or injected by peft), its base without them: no copy is made, and
+            only the adapters are trained.
         reward_fn: as ``RLTrainer(reward_fn=)``; for :meth:`RLMethods.verl_update` without rewards.
         tokenizer: for stop texts and reward functions; None: the one beside the model, if there is one.
         config: further configuration keys, such as ``actor_rollout_ref.actor.optim.lr``.
@@ -222,10 +229,11 @@ def wrap_for_rl(
     Raises:
         ModelError: not a causal language model, or one that accelerate spreads over devices.
     """
-    check_model(model)
+    plain = plain_model(model)
+    check_model(plain)
     settings = make_config(enable_kl_penalty, config)
-    choice = choose(model, use_flash_attention)
-    tokenizer = tokenizer if tokenizer is not None else tokenizer_of(model)
+    choice = choose(plain, use_flash_attention)
+    tokenizer = tokenizer if tokenizer is not None else tokenizer_of(plain)
     if is_reward_model(reward_fn):
         reward_fn = RewardModel(reward_fn, device="cpu" if offload_reward_to_cpu else choice.device.kind)
         if offload_reward_to_cpu:
@@ -233,8 +241,8 @@ def wrap_for_rl(
     elif offload_reward_to_cpu:
         notice("offload_reward_to_cpu has no effect: the reward is not a model")
     reward = None if reward_fn is None else RewardRunner(reward_fn, tokenizer)
-    if reference is None and needs_reference(settings):
-        reference = frozen_copy(model)
+    if reference is None and needs_reference(settings) and not has_adapters(plain):
+        reference = frozen_copy(plain)
     methods = RLMethods(model, reference, settings, _Parts(choice, tokenizer, reward))
     for name in METHODS:
         setattr(model, name, getattr(methods, name))

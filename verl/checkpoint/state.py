@@ -5,38 +5,31 @@ whatever code the file's author put there. Here tensors lie in safetensors files
 everything else is JSON, so that a checkpoint from a stranger can be resumed. Layout of the folder::
 
     tensors-00001.safetensors ...   at most about 2 GB each, so that writing needs host memory for one of them
-    state.json                      where each tensor lies, and the plain values
+    state.json                      where each tensor lies, its checksum, and the plain values
     extra.bin                       bytes of the arrays among the plain values
-    protos/NAME.safetensors         left-over batches
+    protos/NAME.safetensors         left-over batches, with their checksums in protos/checksums.json
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from verl.checkpoint.tensors import SHARD_BYTES, check_bytes, restored, sealed, shards, unsealed, write_shard
 from verl.errors import CheckpointError, DataError
 from verl.protocol import DataProto
 from verl.protocol.serialize import ObjectEncoder, decode_object
 
-SHARD_BYTES = 2_000_000_000
 _FORMAT = "verl.state/1"
-_INDEX, _BLOB, _PROTOS = "state.json", "extra.bin", "protos"
+_INDEX, _BLOB, _PROTOS, _SUMS = "state.json", "extra.bin", "protos", "checksums.json"
 _FILE = re.compile(r"tensors-\d{5}\.safetensors")
-_RESERVED = "__metadata__"
-# What every safetensors release stores under its own type; other types are stored as their bytes.
-_NATIVE = {
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-}  # fmt: skip
 
 
 # ---- tensors and plain values ----------------------------------------------------------------------------------------
@@ -67,64 +60,11 @@ def write_state(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     index: dict[str, dict[str, Any]] = {}
-    for number, shard in enumerate(_shards(tensors, shard_bytes), start=1):
-        index |= _write_shard(shard, folder / f"tensors-{number:05d}.safetensors")
+    for number, shard in enumerate(shards(tensors, shard_bytes), start=1):
+        index |= write_shard(shard, folder / f"tensors-{number:05d}.safetensors", _FORMAT)
     (folder / _BLOB).write_bytes(encoder.blob)
-    document = {"format": _FORMAT, "tensors": index, "extra": encoded}
-    (folder / _INDEX).write_text(json.dumps(document), encoding="utf-8")
-
-
-def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors on the host, in groups of at most ``limit`` bytes."""
-    shard: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
-    size = 0
-    for key, tensor in tensors.items():
-        _check(key, tensor)
-        if shard and size + tensor.nbytes > limit:
-            yield shard
-            shard.clear()  # and not a new dict: the caller still holds this one, and two would be in memory
-            storages.clear()
-            size = 0
-        host = _on_host(tensor)
-        if host.untyped_storage().data_ptr() in storages:  # tied weights; safetensors refuses shared memory
-            host = host.clone()
-        storages.add(host.untyped_storage().data_ptr())
-        shard[key] = host
-        size += tensor.nbytes
-    if shard:
-        yield shard
-
-
-def _write_shard(shard: Mapping[str, torch.Tensor], path: Path) -> dict[str, dict[str, Any]]:
-    """Write one file; returns the index entries of its tensors."""
-    stored = {
-        key: tensor if tensor.dtype in _NATIVE else tensor.reshape(-1).view(torch.uint8)
-        for key, tensor in shard.items()
-    }
-    save_file(stored, path, metadata={"format": _FORMAT})
-    return {
-        key: {"file": path.name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        for key, tensor in shard.items()
-    }
-
-
-def _check(key: str, tensor: torch.Tensor) -> None:
-    if key == _RESERVED:
-        raise CheckpointError(
-            f"a tensor cannot be saved under the name {_RESERVED}, which safetensors keeps for itself"
-        )
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-        raise CheckpointError(
-            f"the tensor '{key}' is a {type(tensor).__name__} with layout {tensor.layout}: only whole, dense tensors "
-            "are saved, so gather or convert it first"
-        )
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Contiguous on the CPU, in a storage of its own size; without a copy where it is so already."""
-    host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
+    document = {"format": _FORMAT, "tensors": index, "extra": encoded, "blob": zlib.crc32(encoder.blob)}
+    (folder / _INDEX).write_text(sealed(document), encoding="utf-8")
 
 
 def read_state(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -145,9 +85,15 @@ def read_state(folder: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         for name, keys in by_file.items():
             if not _FILE.fullmatch(name):
                 raise CheckpointError(f"the state in {folder} is damaged: {_INDEX} names the file {name!r}")
+            check_bytes(folder / name, {key: places[key] for key in keys})
             with safe_open(folder / name, framework="pt") as file:
-                tensors |= {key: _restored(file.get_tensor(key), places[key]) for key in keys}
+                tensors |= {key: restored(file.get_tensor(key), places[key]) for key in keys}
         blob = (folder / _BLOB).read_bytes()
+        if "blob" in document and zlib.crc32(blob) != document["blob"]:
+            raise CheckpointError(
+                f"the state in {folder} is damaged: the bytes of {_BLOB} are not those that were written (their "
+                "checksum differs); use an older checkpoint or another copy of this one"
+            )
         extra = {key: decode_object(value, blob) for key, value in document["extra"].items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"the state in {folder} is damaged: {error.filename or error} is missing") from None
@@ -163,24 +109,14 @@ def _read_index(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"there is no saved state in {folder} (it has no {_INDEX})")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = unsealed(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"the state in {folder} is damaged: {_INDEX} is not JSON ({error})") from None
+        raise CheckpointError(
+            f"the state in {folder} is damaged: {_INDEX} is not JSON, or was changed ({error})"
+        ) from None
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is not of the format {_FORMAT}")
     return document
-
-
-def _restored(stored: torch.Tensor, place: Mapping[str, Any]) -> torch.Tensor:
-    dtype, shape = getattr(torch, place["dtype"]), tuple(place["shape"])
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown tensor type {place['dtype']!r}")
-    if dtype in _NATIVE:
-        if stored.dtype != dtype or tuple(stored.shape) != shape:
-            raise ValueError(f"a tensor is {stored.dtype} {tuple(stored.shape)} instead of {dtype} {shape}")
-        return stored
-    # bytes may lie at any address in the file, numbers may not: copy them (such types are rare and small)
-    return stored.clone().view(dtype).reshape(shape) if stored.numel() else torch.empty(shape, dtype=dtype)
 
 
 # ---- left-over batches -----------------------------------------------------------------------------------------------
@@ -192,6 +128,8 @@ def write_protos(folder: str | Path, protos: Mapping[str, DataProto]) -> None:
     place.mkdir(parents=True, exist_ok=True)
     for name, proto in protos.items():
         proto.save_to_disk(place / f"{quote(name, safe=' ')}.safetensors")
+    sums = {path.name: zlib.crc32(path.read_bytes()) for path in sorted(place.glob("*.safetensors"))}
+    (place / _SUMS).write_text(sealed(sums), encoding="utf-8")
 
 
 def read_protos(folder: str | Path) -> dict[str, DataProto]:
@@ -200,10 +138,27 @@ def read_protos(folder: str | Path) -> dict[str, DataProto]:
     Raises:
         CheckpointError: one of them is damaged.
     """
+    place = Path(folder) / _PROTOS
+    files = sorted(place.glob("*.safetensors"))
+    _check_sums(place, files)
     try:
-        return {
-            unquote(path.name.removesuffix(".safetensors")): DataProto.load_from_disk(path)
-            for path in sorted((Path(folder) / _PROTOS).glob("*.safetensors"))
-        }
+        return {unquote(path.name.removesuffix(".safetensors")): DataProto.load_from_disk(path) for path in files}
     except DataError as error:
         raise CheckpointError(str(error)) from error
+
+
+def _check_sums(place: Path, files: list[Path]) -> None:
+    """Compare files with their checksums; folders from before there were any have none."""
+    if not (place / _SUMS).is_file():
+        return
+    try:
+        sums = unsealed((place / _SUMS).read_text(encoding="utf-8"))
+        changed = [path.name for path in files if zlib.crc32(path.read_bytes()) != sums[path.name]]
+        missing = sorted(set(sums) - {path.name for path in files})
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"the state in {place} is damaged: {_SUMS}: {error}") from None
+    if changed or missing:
+        raise CheckpointError(
+            f"the state in {place} is damaged: {(changed or missing)[0]} "
+            f"{'is not what was written (its checksum differs)' if changed else 'is missing'}"
+        )

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from verl._version import __version__
+from verl.cli import chinese
+from verl.cli.next_steps import commands, last_run
 from verl.cli.run import run_cli
 from verl.errors import ConfigError
+from verl.language import language
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,26 @@ class Command:
 
 COMMANDS = {
     "quickstart": Command("[options]", "watch a small real model learn arithmetic", "verl.trainer.quickstart:main"),
-    "train": Command("key=value ...", "train with PPO, GRPO and their kin", "verl.trainer.main_ppo:main"),
+    "train": Command(
+        "[ALGORITHM] key=value ...",
+        "train: grpo, ppo, dpo, kto, sft, rm, ... (default ppo)",
+        "verl.trainer.main_ppo:main",
+    ),
     "plan": Command("key=value ...", "show the resolved configuration, run nothing", "verl.cli.plan:main"),
-    "report": Command("RUN_DIR", "write the run's report.html again", "verl.cli.report:main"),
+    "profile": Command("--steps N key=value ...", "train a few steps and trace them", "verl.cli.profile:main"),
+    "report": Command("RUN [RUN ...]", "the page of a run, or one that compares runs", "verl.cli.report:main"),
+    "dash": Command("[DIR]", "runs in the browser while they train", "verl.cli.dash:main"),
+    "export": Command(
+        "--model_path DIR --output_dir OUT", "write what was trained as a folder to serve", "verl.cli.export:main"
+    ),
+    "generate": Command("MODEL --prompt TEXT", "answer prompts with a model", "verl.cli.generate:main"),
+    "chat": Command("MODEL", "talk to a model in the terminal", "verl.cli.chat:main"),
+    "compare": Command("BASE TUNED --prompts FILE", "answers of two models side by side", "verl.cli.compare:main"),
+    "serve": Command("MODEL", "serve a model to OpenAI clients", "verl.cli.serve:main"),
+    "convert-config": Command(
+        "FILE", "rewrite a TRL config or a verl script as a configuration of ours", "verl.cli.convert:main"
+    ),
+    "completion": Command("bash|zsh|fish", "print the shell's completion script", "verl.cli.completion:main"),
     "doctor": Command("", "what this machine can do, what is chosen, what is missing", "verl.cli.doctor:main"),
 }
 
@@ -35,6 +57,13 @@ _START = """To begin:
   verl doctor                     see what this machine will use, and why
   verl train data.train_files=train.parquet actor_rollout_ref.model.path=MODEL"""
 
+_NEXT_LINES = {
+    "report": "its page: curves, samples, configuration",
+    "chat": "talk to the trained model",
+    "compare": "its answers beside those of the model before",
+    "export": "write it as a folder to serve",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``verl`` script. Returns the exit code."""
@@ -42,8 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: list[str]) -> int | None:
+    spoken = language(argv, os.environ)
+    if argv and argv[0].startswith("--lang"):
+        argv = argv[1:] if "=" in argv[0] else argv[2:]
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(_help() if argv else f"verl {__version__}\n\n{_START}\n\n`verl --help` lists all commands.")
+        print(_help(spoken) if argv else _welcome(spoken))
         return 0
     if argv[0] in ("-V", "--version", "version"):
         print(f"verl {__version__}")
@@ -62,8 +94,26 @@ def _load(name: str) -> Callable[[list[str]], int | None]:
     return getattr(importlib.import_module(module), function)
 
 
-def _help() -> str:
+def _help(spoken: str) -> str:
+    summaries = {name: command.summary for name, command in COMMANDS.items()}
+    usage, start, end = "usage: verl COMMAND ...", _START, "HYDRA_FULL_ERROR=1 shows tracebacks of user errors."
+    if spoken == "zh":
+        usage, start, end, summaries = chinese.USAGE, chinese.START, chinese.TRACEBACK, chinese.SUMMARIES
     width = max(len(f"{name} {command.usage}") for name, command in COMMANDS.items())
-    rows = [f"  {f'{name} {command.usage}':<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    rows = [f"  {f'{name} {command.usage}':<{width}}  {summaries[name]}" for name, command in COMMANDS.items()]
     listing = "\n".join(rows)
-    return f"usage: verl COMMAND ...\n\n{listing}\n\n{_START}\n\nHYDRA_FULL_ERROR=1 shows tracebacks of user errors."
+    return f"{usage}\n\n{listing}\n\n{start}\n\n{end}"
+
+
+def _welcome(spoken: str) -> str:
+    """What one can do next: with the last run of this folder, or to begin."""
+    zh = spoken == "zh"
+    parts = [f"verl {__version__}"]
+    run = last_run(Path.cwd())
+    if run is not None:
+        head = (chinese.NEXT if zh else "The last run here: {run}\nNext:").format(run=run.folder)
+        texts = chinese.NEXT_LINES if zh else _NEXT_LINES
+        lines = [f"  {line}\n      {texts[name]}" for name, line in commands(run).items()]
+        parts.append("\n".join([head, *lines]))
+    parts += [chinese.START if zh else _START, chinese.ALL if zh else "`verl --help` lists all commands."]
+    return "\n\n".join(parts)

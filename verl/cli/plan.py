@@ -33,10 +33,11 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_intermixed_args(argv)
 
     from verl.config import job, load_config, resolve, validate
+    from verl.config.overrides import with_algorithm
 
     remove = add_sink(lambda text: print(f"[notice] {text}", file=sys.stderr))
     try:
-        config = load_config(arguments.overrides)
+        config = load_config(with_algorithm(arguments.overrides))
         validate(config, need_data=False, need_model=False)
         config = resolve(config)
         print(job(config, arguments.package), end="")
@@ -48,10 +49,10 @@ def main(argv: list[str]) -> int:
 
 
 def _print_memory(config: Config, gpu: str | None) -> None:
-    from verl.trainer.planning import card, imagined, plan_lines
+    from verl.trainer.planning import card, card_of, imagined, plan_lines
     from verl.trainer.settings import hardware_for
 
     found = card(gpu) if gpu else None
     choice = hardware_for(config, imagined(found) if found else None)
-    for line in plan_lines(config, choice, found.tflops if found else None):
+    for line in plan_lines(config, choice, found or card_of(choice)):
         print(f"# {line}")

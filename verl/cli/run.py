@@ -61,7 +61,7 @@ def run_cli(command: Callable[[list[str]], int | None], argv: Sequence[str]) -> 
         if wants_traceback(os.environ):
             traceback.print_exc()
         print(f"error: {sentence}", file=sys.stderr)
-        return 2
+        return error.exit_code if isinstance(error, VerlError) else 2
 
 
 @contextlib.contextmanager

@@ -20,10 +20,16 @@ _AR = "actor_rollout_ref"
 
 MOVED_GROUPS: dict[str, str] = {
     "actor_rollout": _AR,
+    "model": f"{_AR}.model",
+    "optim": f"{_AR}.actor.optim",
     "custom_reward_function": "reward.custom_reward_function",
+    "critic.fsdp": "critic.fsdp_config",
+    "critic.model.fsdp_config": "critic.fsdp_config",
     "reward_model.overlong_buffer": "reward.overlong_buffer",
     "reward_model.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
     "reward.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
+    "reward.reward_model": "reward_model",
+    "ray_init": "ray_kwargs.ray_init",
 }
 """Old group → where its keys are now."""
 
@@ -42,9 +48,15 @@ RENAMES: dict[str, str] = {
     f"{_AR}.model.override_config.torch_dtype": f"{_AR}.model.dtype",
     f"{_AR}.model.override_config.attn_implementation": f"{_AR}.model.attn_implementation",
     f"{_AR}.actor.fsdp_config.dtype": f"{_AR}.model.dtype",
-    f"{_AR}.fsdp_config.cpu_offload": f"{_AR}.actor.optim.offload",
     f"{_AR}.actor.fsdp_config.optimizer_offload": f"{_AR}.actor.optim.offload",
     "critic.fsdp_config.optimizer_offload": "critic.optim.offload",
+    f"{_AR}.actor.fsdp_config.ulysses_sequence_parallel_size": f"{_AR}.actor.ulysses_sequence_parallel_size",
+    f"{_AR}.ref.fsdp_config.ulysses_sequence_parallel_size": f"{_AR}.ref.ulysses_sequence_parallel_size",
+    "critic.fsdp_config.ulysses_sequence_parallel_size": "critic.ulysses_sequence_parallel_size",
+    "critic.model.fsdp_config.optimizer_offload": "critic.optim.offload",
+    f"{_AR}.ref.fsdp_config.param_offload": f"{_AR}.ref.param_offload",
+    "critic.fsdp_config.param_offload": "critic.param_offload",
+    "critic.model.fsdp_config.param_offload": "critic.param_offload",
     f"{_AR}.actor.ppo_micro_batch_size": f"{_AR}.actor.ppo_micro_batch_size_per_gpu",
     f"{_AR}.actor.optim.clip_grad": f"{_AR}.actor.grad_clip",
     f"{_AR}.actor.optim.warmup_style": f"{_AR}.actor.optim.lr_scheduler_type",
@@ -59,6 +71,18 @@ RENAMES: dict[str, str] = {
     "critic.optim.clip_grad": "critic.grad_clip",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     "reward_model.num_workers": "reward.num_workers",
+    "global_profiler.steps": "trainer.profile_steps",
+    "global_profiler.save_path": "trainer.profile_dir",
+    "reward_model.model_path": "reward_model.model.path",
+    "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
+    "data.truncation_mode": "data.truncation",
+    "data.micro_batch_size_per_gpu": f"{_AR}.actor.ppo_micro_batch_size_per_gpu",
+    "data.multiturn.messages_key": "data.messages_key",
+    "data.multiturn.tools_key": "data.tools_key",
+    f"{_AR}.model.partial_pretrain": f"{_AR}.model.path",
+    f"{_AR}.actor.optim.lr_scheduler": f"{_AR}.actor.optim.lr_scheduler_type",
+    f"{_AR}.actor.optim.warmup_steps_ratio": f"{_AR}.actor.optim.lr_warmup_steps_ratio",
+    "data.tool_config_path": f"{_AR}.rollout.multi_turn.tool_config_path",
 }
 """Old key → new key, same value. A new key may itself be old: the tables are followed to the end."""
 
@@ -128,7 +152,32 @@ def _use_vllm(value: Any) -> dict[str, Any]:
     return {f"{_AR}.rollout.name": value if flag is None else "vllm" if flag else "native"}
 
 
+def _cpu_offload(value: Any) -> dict[str, Any]:
+    return {f"{_AR}.actor.optim.offload": value, f"{_AR}.ref.param_offload": value}
+
+
+def _offload_params(value: Any) -> dict[str, Any]:
+    return {f"{_AR}.ref.param_offload": value}
+
+
+def _quantised(value: Any, kind: str) -> dict[str, Any]:
+    flag = _flag(value)
+    return {f"{_AR}.model.quantization": value if flag is None else kind if flag else None}
+
+
+_STAYS = "the policy's weights serve rollout and update, so they stay on their device"
+
+
+def _algorithm(value: Any) -> dict[str, Any] | None:
+    return {"algorithm.name": value} if isinstance(value, str) else None
+
+
 SPREADS: dict[str, Spread] = {
+    f"{_AR}.fsdp_config.cpu_offload": Spread(_cpu_offload, _STAYS),
+    f"{_AR}.model.load_in_4bit": Spread(lambda value: _quantised(value, "nf4"), "the type of the frozen base"),
+    f"{_AR}.model.load_in_8bit": Spread(lambda value: _quantised(value, "int8"), "the type of the frozen base"),
+    f"{_AR}.fsdp_config.offload_params": Spread(_offload_params, _STAYS),
+    "algorithm": Spread(_algorithm, "a name is a preset"),
     "trainer.micro_batch_size": Spread(
         _micro_batch, "the micro-batch of actor, critic, reference and log-probs; a *_per_gpu key wins", weak=True
     ),

@@ -37,33 +37,30 @@ _LORA = "LoRA of this kind is not part of this version"
 _CRITIC_LORA = "the critic trains all its weights"
 _ALWAYS_SAVED = "a checkpoint always holds everything that resume needs, and the exported model"
 _TEXT = "this version trains text models"
-_RAY = "no Ray cluster is used on one device"
-_AGENT = "multi-turn rollouts with tools are not part of this version"
+_AGENT = "conversations are set up under actor_rollout_ref.rollout.multi_turn"
 _KERNELS = "kernels are chosen by the hardware"
-_SHARDING = "there is nothing to shard on one device"
-_REWARD_MODEL = "reward models come with a later version; score with reward.custom_reward_function.path"
+_SHARDING = "every decoder layer is a unit of its own; see fsdp_config for what can be chosen"
+_SHARDED = ("fsdp", "fsdp2")
+_REWARD_MODEL = "the reward model runs where the controller does, and its batches are cut by rows"
 _REWARD_MODEL_KEYS = (
-    "rollout enable_resource_pool n_gpus_per_node nnodes use_dynamic_bsz max_length forward_max_token_len_per_gpu "
-    "ulysses_sequence_parallel_size micro_batch_size micro_batch_size_per_gpu model trust_remote_code"
+    "rollout enable_resource_pool n_gpus_per_node nnodes use_dynamic_bsz forward_max_token_len_per_gpu "
+    "ulysses_sequence_parallel_size trust_remote_code profiler model.fsdp_config model.use_remove_padding "
+    "model.use_fused_kernels model.external_lib"
 )
 _ONE_RUNNER = "one reward runner does what each manager does"
 _MANAGERS = ("naive", "dapo", "batch", "prime")
-_ONE_ENGINE = "one process trains with plain PyTorch"
-_NO_OFFLOAD = "live weights stay on their device; optim.offload moves masters, gradient sums and moments"
+_NO_OFFLOAD = "the policy's live weights stay on their device; optim.offload moves masters, gradient sums and moments"
 _CRITIC_DTYPE = "the critic computes in actor_rollout_ref.model.dtype"
 _SERVER = "a tuning knob of a serving engine, with no counterpart in the engines here"
 
-_PARALLEL = Inert(_ONE_DEVICE)
 _ROLE_KEYS: dict[str, Inert] = {
-    "strategy": Inert(_ONE_ENGINE),
-    "ulysses_sequence_parallel_size": _PARALLEL,
     "use_torch_compile": Inert(_KERNELS),
     "use_remove_padding": Inert(_PACKED),
     "use_fused_kernels": Inert("log-probs always come from a fused linear layer and log-softmax"),
     "entropy_from_logits_with_chunking": Inert("entropy is always computed in chunks"),
     "entropy_checkpointing": Inert("entropy is always computed in chunks"),
     "rollout_n": Inert("it is actor_rollout_ref.rollout.n"),
-    "nccl_timeout": Inert(_ONE_DEVICE),
+    "nccl_timeout": Inert("actor_rollout_ref.nccl_timeout holds for all roles"),
     "profiler": Inert("use an external profiler; phase times are always recorded"),
     "profile": Inert("use an external profiler; phase times are always recorded"),
     "router_replay": Inert("it is for mixture-of-experts serving engines"),
@@ -72,10 +69,9 @@ _ROLE_KEYS: dict[str, Inert] = {
     "load_weight": Inert("weights are always loaded"),
 }
 _FSDP_KEYS: dict[str, Inert] = {
-    **{name: Inert(_NO_OFFLOAD) for name in ("param_offload", "offload_policy")},
-    **{name: Inert(_SHARDING) for name in ("fsdp_size", "reshard_after_forward", "forward_prefetch", "wrap_policy")},
-    **{name: Inert(_SHARDING) for name in ("use_orig_params", "param_offload_policy", "strategy", "grad_offload")},
-    "ulysses_sequence_parallel_size": _PARALLEL,
+    "offload_policy": Inert(_NO_OFFLOAD),
+    **{name: Inert(_SHARDING) for name in ("wrap_policy", "use_orig_params", "param_offload_policy", "grad_offload")},
+    "strategy": Inert("it is the role's strategy", _SHARDED),
     "model_dtype": Inert("master weights are always float32; model.dtype is the type that computes"),
     "mixed_precision": Inert("weights compute in model.dtype, and norms, softmax and losses in float32"),
     "seed": Inert("the seed of the run is trainer.seed"),
@@ -102,7 +98,6 @@ _MODEL_KEYS: dict[str, Inert] = {
     "device_map": Inert("trainer.device says where the model lives"),
     "tiled_mlp": Inert(_KERNELS),
     "mtp": Inert("multi-token prediction heads are not trained here", lambda value: not value),
-    "fsdp_config": Inert(_SHARDING),
 }
 
 
@@ -123,26 +118,23 @@ INERT: dict[str, Inert] = {
     ),
     **_all("rows are read by the controller", "data", "dataloader_num_workers filter_overlong_prompts_workers use_shm"),
     **_all(_TEXT, "data", "image_key video_key audio_key image_patch_size return_multi_modal_inputs"),
-    "data.tool_config_path": Inert(_AGENT, _OFF),
     "data.sampler": Inert("rows come from the resumable sampler; use data.custom_cls", lambda value: not value),
     "data.datagen": Inert("give the rows with data.custom_cls", lambda value: not value),
     "data.need_tools_kwargs": Inert(_AGENT, _OFF),
     "data.trust_remote_code": Inert("the tokenizer loads as actor_rollout_ref.model.trust_remote_code says"),
     # Policy, reference, rollout
     f"{_AR}.hybrid_engine": Inert("one set of weights always serves training and rollout", (True,)),
-    f"{_AR}.nccl_timeout": Inert(_ONE_DEVICE),
     f"{_AR}.fsdp_config": Inert(_NO_OFFLOAD),
     **_under(f"{_AR}.model", _MODEL_KEYS),
-    **{key: value for key, value in _under(f"{_AR}.actor", _ROLE_KEYS).items() if not key.endswith(".strategy")},
-    f"{_AR}.actor.strategy": Inert(_ONE_ENGINE, ("auto", "torch", "dp", "fsdp", "fsdp2")),
+    f"{_AR}.model.fsdp_config": Inert("it is fsdp_config of actor and ref"),
+    **_under(f"{_AR}.actor", _ROLE_KEYS),
     f"{_AR}.actor.freeze_vision_tower": Inert(_TEXT),
     f"{_AR}.actor.use_rollout_log_probs": Inert("set algorithm.rollout_correction.bypass_mode", _OFF),
     f"{_AR}.actor.calculate_sum_pi_squared": Inert("it serves estimators that are not part of this version", _OFF),
-    f"{_AR}.actor.fsdp_config": Inert(_SHARDING),
     **_under(f"{_AR}.actor.fsdp_config", _FSDP_KEYS),
+    f"{_AR}.actor.fsdp_config.param_offload": Inert(_NO_OFFLOAD),
     **_under(f"{_AR}.actor.optim", _OPTIM_KEYS),
     **_under(f"{_AR}.ref", _ROLE_KEYS),
-    f"{_AR}.ref.fsdp_config": Inert(_SHARDING),
     **_under(f"{_AR}.ref.fsdp_config", _FSDP_KEYS),
     f"{_AR}.ref.fsdp_config.optimizer_offload": Inert("the reference has no optimizer"),
     f"{_AR}.ref.fsdp_config.dtype": Inert("the reference computes in actor_rollout_ref.model.dtype"),
@@ -150,31 +142,27 @@ INERT: dict[str, Inert] = {
     f"{_AR}.rollout.mode": Inert("there is one rollout interface: submit, poll, abort"),
     f"{_AR}.rollout.logprobs_mode": Inert("log-probs are those of the temperature distribution"),
     f"{_AR}.rollout.full_determinism": Inert("it is trainer.full_determinism"),
-    f"{_AR}.rollout.max_model_len": Inert("it is data.max_prompt_length + data.max_response_length"),
-    f"{_AR}.rollout.free_cache_engine": Inert("the cache is always given back before the update"),
-    f"{_AR}.rollout.load_format": Inert("the rollout uses the live weights"),
+    f"{_AR}.rollout.load_format": Inert("the rollout uses the live weights, or starts empty and takes them over"),
+    f"{_AR}.rollout.engine_kwargs.sglang": Inert("SGLang is not part of this version"),
     f"{_AR}.rollout.layered_summon": Inert("the rollout uses the live weights"),
     f"{_AR}.rollout.checkpoint_engine": Inert("the rollout uses the live weights"),
     f"{_AR}.rollout.update_weights_bucket_megabytes": Inert("the rollout uses the live weights"),
     **_all(
         _ONE_DEVICE,
         f"{_AR}.rollout",
-        "tensor_model_parallel_size data_parallel_size expert_parallel_size pipeline_model_parallel_size "
+        "data_parallel_size expert_parallel_size pipeline_model_parallel_size "
         "pipeline_parallel_size nnodes n_gpus_per_node",
     ),
     **_all(
         _SERVER,
         f"{_AR}.rollout",
-        "enforce_eager enable_chunked_prefill enable_prefix_caching disable_log_stats engine_kwargs "
+        "disable_log_stats "
         "cudagraph_capture_sizes swap_space prometheus scheduling_policy over_sample_rate "
         "skip_tokenizer_init enable_rollout_routing_replay "
         "micro_batch_size",
     ),
     f"{_AR}.rollout.use_fire_sampling": Inert("the first token is sampled like the others", _OFF),
     f"{_AR}.rollout.quantization": Inert("rollouts use the weights as they are", _OFF),
-    f"{_AR}.rollout.multi_turn": Inert(_AGENT),
-    f"{_AR}.rollout.multi_turn.enable": Inert(_AGENT, _OFF),
-    f"{_AR}.rollout.multi_turn.tool_config_path": Inert(_AGENT, _OFF),
     f"{_AR}.rollout.agent": Inert(_AGENT),
     **_under(f"{_AR}.rollout", {name: _ROLE_KEYS[name] for name in ("profiler", "nccl_timeout")}),
     # Critic
@@ -183,17 +171,14 @@ INERT: dict[str, Inert] = {
     "critic.model.lora_rank": Inert(_CRITIC_LORA, (0,)),
     **_all(_CRITIC_LORA, "critic.model", "lora_alpha target_modules exclude_modules lora_adapter_path"),
     **_all(_CRITIC_DTYPE, "critic", "torch_dtype model.dtype model.torch_dtype model.override_config.torch_dtype"),
-    "critic.model.custom_cls": Inert("a value model class of your own is not part of this version", lambda v: not v),
     "critic.model.tokenizer_path": Inert("the critic reads the policy's token ids"),
-    "critic.fsdp": Inert(_SHARDING),
-    "critic.fsdp_config": Inert(_SHARDING),
     **_under("critic.fsdp_config", _FSDP_KEYS),
     "critic.fsdp_config.dtype": Inert(_CRITIC_DTYPE),
     **_under("critic.optim", _OPTIM_KEYS),
     "critic.data_loader_seed": Inert("it is actor_rollout_ref.actor.data_loader_seed"),
     # Reward
     **_all("rewards always start as rows finish", "reward_model", "launch_reward_fn_async use_reward_loop"),
-    "reward_model.strategy": Inert(_ONE_ENGINE),
+    "reward_model.strategy": Inert("the reward model runs where the controller does"),
     "reward_model.reward_manager": Inert(_ONE_RUNNER, _MANAGERS),
     "reward_model.reward_kwargs.max_resp_len": Inert("it is data.max_response_length"),
     "reward.reward_kwargs.max_resp_len": Inert("it is data.max_response_length"),
@@ -220,17 +205,16 @@ INERT: dict[str, Inert] = {
     "sandbox_fusion.memory_limit_mb": Inert(
         "programs run in the built-in sandbox, whose limits are arguments of verl.rewards.code.compute_score"
     ),
-    "reward.reward_model": Inert(_REWARD_MODEL),
-    "reward.reward_model.enable": Inert(_REWARD_MODEL, _OFF),
-    "reward_model.enable": Inert(_REWARD_MODEL, _OFF),
-    **_all(_REWARD_MODEL, "reward_model", f"{_REWARD_MODEL_KEYS} profiler"),
+    **_all(_REWARD_MODEL, "reward_model", _REWARD_MODEL_KEYS),
+    "reward_model.model.input_tokenizer": Inert("texts always go through the reward model's own tokenizer"),
     # Algorithm
     "algorithm.use_pf_ppo": Inert("preference-feedback re-weighting is not part of this version", _OFF),
     "algorithm.pf_ppo": Inert("preference-feedback re-weighting is not part of this version"),
     "algorithm.gdpo_reward_keys": Inert("combine the rewards in your reward function", _OFF),
     "algorithm.gdpo_reward_weights": Inert("combine the rewards in your reward function", _OFF),
     # Trainer
-    **_all(_RAY, "trainer", "ray_wait_register_center_timeout esi_redundant_time max_colocate_count"),
+    **_all("Ray tells when a process is there, or gone", "trainer", "ray_wait_register_center_timeout"),
+    **_all("a run ends when it is done; schedulers end it with SIGTERM", "trainer", "esi_redundant_time"),
     **_all("there is one trainer", "trainer", "use_legacy_worker_impl use_v1 v1 v0"),
     "trainer.v1.trainer_mode": Inert("rollout and update take turns in this version", ("sync",)),
     "trainer.balance_batch": Inert("ranks are always balanced by tokens"),
@@ -238,20 +222,18 @@ INERT: dict[str, Inert] = {
     "trainer.remove_previous_ckpt_in_save": Inert("set trainer.max_actor_ckpt_to_keep"),
     "trainer.del_local_ckpt_after_load": Inert("a checkpoint is deleted only by the retention rule"),
     "trainer.max_critic_ckpt_to_keep": Inert("the critic is kept with the actor"),
-    "trainer.profile_steps": Inert("use an external profiler; phase times are always recorded"),
     "trainer.npu_profile": Inert("use an external profiler; phase times are always recorded"),
     # Whole groups
-    "model_engine": Inert(_ONE_ENGINE, ("dp", "fsdp", "fsdp2", "torch")),
+    "model_engine": Inert("it is actor_rollout_ref.actor.strategy", ("dp", "fsdp", "fsdp2", "torch")),
     "hydra": Inert("the run folder is trainer.default_local_dir"),
     "defaults": Inert("the defaults are built in, and this file lies above them"),
-    "ray_kwargs": Inert(_RAY),
-    "ray_init": Inert(_RAY),
-    "global_profiler": Inert("use an external profiler; phase times are always recorded"),
-    "transfer_queue": Inert(_RAY),
+    "ray_kwargs.timeline_json_file": Inert("use an external profiler; phase times are always recorded"),
+    **_all("it is set for the cluster where it is started", "ray_kwargs.ray_init", "dashboard_host dashboard_port"),
+    "global_profiler": Inert("torch's profiler traces the steps of trainer.profile_steps, on one rank"),
+    "transfer_queue": Inert("data go from the controller to the workers"),
     "skip": Inert("nothing can be skipped"),
-    "distillation": Inert("distillation is not part of this version"),
-    "distillation.enabled": Inert("distillation is not part of this version", _OFF),
-    "distillation.enable": Inert("distillation is not part of this version", _OFF),
+    "distillation.enabled": Inert("it is algorithm.name=distillation", _OFF),
+    "distillation.enable": Inert("it is algorithm.name=distillation", _OFF),
 }
 """Key, or group with all its keys → why. The longest match counts."""
 

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl.config.fields import copy_tree
+from verl.config.names import LABEL_LOSSES, REFERENCE_FREE
+from verl.config.presets import FAMILIES
 from verl.config.tree import Actor, Config, Critic
 from verl.errors import ConfigError
 from verl.notices import notice
 
+Family = Literal["ppo", "sft", "preference", "reward_model", "online_preference", "distillation"]
 Pass = Literal["actor", "ref", "old_log_prob", "critic", "critic_forward"]
 
 
@@ -50,6 +53,12 @@ def resolve(config: Config) -> Config:
         role.log_prob_max_token_len_per_gpu = role.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
     if config.reward.overlong_buffer.len is None:
         config.reward.overlong_buffer.len = max(1, data.max_response_length // 5)  # DAPO: 4096 of 20480
+    ref.strategy = ref.strategy or actor.strategy
+    config.critic.strategy = config.critic.strategy or actor.strategy
+    for role in (ref, config.critic):
+        role.ulysses_sequence_parallel_size = (
+            role.ulysses_sequence_parallel_size or actor.ulysses_sequence_parallel_size
+        )
     config.critic.enable = needs_critic(config)
     _fill_critic(config.critic, actor, config)
     if trainer.default_local_dir is None:
@@ -96,15 +105,31 @@ def tokenizer_path(config: Config) -> str | None:
     return config.data.tokenizer or model.tokenizer_path or model.path
 
 
+def family(config: Config) -> Family:
+    """Which kind of training step ``algorithm.name`` has."""
+    return FAMILIES.get(config.algorithm.name or "", "ppo")  # type: ignore[return-value]
+
+
+def generates(config: Config) -> bool:
+    """Whether training steps sample answers; the others read them from the data."""
+    return family(config) in ("ppo", "online_preference", "distillation")
+
+
 def needs_critic(config: Config) -> bool:
     """Whether a value model is trained: as ``critic.enable`` says, else only for gae."""
+    if family(config) != "ppo":
+        return False
     if config.critic.enable is not None:
         return config.critic.enable
     return config.algorithm.adv_estimator == "gae"
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether a frozen reference is needed: a KL in the reward or in the loss."""
+    """Whether a frozen reference is needed: a KL in the reward or in the loss, or a preference loss with one."""
+    if family(config) in ("preference", "online_preference"):
+        return config.preference.loss_type not in REFERENCE_FREE
+    if family(config) != "ppo":
+        return False
     return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
@@ -130,13 +155,37 @@ def needs_old_log_probs(config: Config, *, dropout: float = 0.0) -> bool:
     return read_before or dropout > 0 or optimizer_steps_per_rollout(config) > 1
 
 
+def own_pools(config: Config) -> dict[str, tuple[int, int]]:
+    """Role → (devices a node, nodes) of the roles that have devices of their own."""
+    roles = {
+        "reference": (config.actor_rollout_ref.ref, needs_reference(config)),
+        "critic": (config.critic, needs_critic(config)),
+    }
+    return {
+        name: (role.n_gpus_per_node or config.trainer.n_gpus_per_node, role.nnodes)
+        for name, (role, used) in roles.items()
+        if used and role.enable_resource_pool
+    }
+
+
+def processes(config: Config) -> int:
+    """Ranks of all roles together. With one, everything is in this process and there is no Ray."""
+    own = sum(each * nodes for each, nodes in own_pools(config).values())
+    return config.trainer.n_gpus_per_node * config.trainer.nnodes + own
+
+
 def samples_per_step(config: Config) -> int:
     """Responses in a full training batch."""
-    return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    each = config.actor_rollout_ref.rollout.n if generates(config) else 1
+    if family(config) in ("preference", "reward_model"):
+        each = 1 if config.preference.loss_type in LABEL_LOSSES and family(config) == "preference" else 2
+    return config.data.train_batch_size * each
 
 
 def max_sequence_length(config: Config) -> int:
     """Longest prompt and response together, in tokens."""
+    if not generates(config):
+        return config.data.max_length
     return config.data.max_prompt_length + config.data.max_response_length
 
 

@@ -22,7 +22,11 @@ def missing_files(config: Config, *, need_data: bool, need_model: bool) -> Itera
         yield "data.train_files is not set: name a parquet or jsonl file, a folder, or a hub data set"
     if not model.path and need_model:
         yield "actor_rollout_ref.model.path is not set: name a model folder or a hub model"
-    for key, value in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+    for key, value in (
+        ("data.train_files", data.train_files),
+        ("data.val_files", data.val_files),
+        ("sft.train_files", config.sft.train_files),
+    ):
         for path in _listed(value):
             if _is_local(path, data=True) and not Path(path).exists():
                 yield _missing(key, path, "no such file or folder")
@@ -32,11 +36,15 @@ def missing_files(config: Config, *, need_data: bool, need_model: bool) -> Itera
     ]
     models += [("data.tokenizer", data.tokenizer)]
     models += [("critic.model.path", config.critic.model.path)] if needs_critic(config) else []
+    models += [("reward_model.model.path", config.reward_model.model.path)] if config.reward_model.enable else []
+    models += [("preference.ref_model_path", config.preference.ref_model_path)]
+    models += [("distillation.teacher_path", config.distillation.teacher_path)]
     for key, path in models:
         if path and _is_local(path, data=False) and not Path(path).exists():
             yield _missing(key, path, "no such folder", folders=True)
     for key, path in (
         ("data.custom_cls.path", data.custom_cls.path),
+        ("critic.model.custom_cls.path", config.critic.model.custom_cls.path),
         ("reward.custom_reward_function.path", reward.custom_reward_function.path),
         ("algorithm.custom_path", config.algorithm.custom_path),
         ("trainer.sample_prompts", trainer.sample_prompts if isinstance(trainer.sample_prompts, str) else None),

@@ -15,7 +15,7 @@ from verl.config import compat
 from verl.config.coerce import Mismatch, coerce, did_you_mean
 from verl.config.fields import Leaf, nest, put
 from verl.config.overrides import FILE, PRESET, VALUES, Setting, parse_overrides, spread
-from verl.config.presets import PRESETS
+from verl.config.presets import FAMILIES, FAMILY_PRESETS, PRESETS
 from verl.config.suggest import near_path
 from verl.config.tree import LEAVES, Config
 from verl.errors import ConfigError
@@ -56,7 +56,10 @@ def load_config(
         raise ConfigError(list(dict.fromkeys(problems)))
     for text in translated.notices:
         notice(text)
-    _kl_follows_coefficient(config)
+    if FAMILIES.get(config.algorithm.name or "", "ppo") == "ppo":
+        _kl_follows_coefficient(config)
+    else:
+        _beta_follows_coefficient(config)
     return config
 
 
@@ -141,11 +144,12 @@ def _preset(settings: list[Setting], problems: list[str]) -> list[Setting]:
     name = [setting for setting in names if setting.layer == top][-1].value
     if name is None:
         return []
-    if not isinstance(name, str) or name not in PRESETS:
-        known = ", ".join(PRESETS)
-        problems.append(f"algorithm.name={name!r} is not a preset{did_you_mean(name, PRESETS)}; there are {known}")
+    presets = {**PRESETS, **FAMILY_PRESETS}
+    if not isinstance(name, str) or name not in presets:
+        known = ", ".join(presets)
+        problems.append(f"algorithm.name={name!r} is not a preset{did_you_mean(name, presets)}; there are {known}")
         return []
-    return [Setting(key, value, PRESET) for key, value in PRESETS[name].items()]
+    return [Setting(key, value, PRESET) for key, value in presets[name].items()]
 
 
 def _choose(settings: list[Setting], problems: list[str]) -> dict[str, list[Setting]]:
@@ -238,3 +242,20 @@ def _kl_follows_coefficient(config: Config) -> None:
             f"algorithm.kl_ctrl.kl_coef={coefficient:g} turns the KL in the reward on "
             "(algorithm.use_kl_in_reward=false keeps it off)"
         )
+
+
+def _beta_follows_coefficient(config: Config) -> None:
+    """The KL coefficient of a PPO script is the ``beta`` of a preference loss."""
+    coefficient = config.algorithm.kl_ctrl.kl_coef
+    config.algorithm.use_kl_in_reward = False
+    if "preference" not in FAMILIES[config.algorithm.name or ""] or not config.given("algorithm.kl_ctrl.kl_coef"):
+        return
+    if config.given("preference.beta"):
+        if config.preference.beta != coefficient:
+            raise ConfigError(
+                f"algorithm.kl_ctrl.kl_coef={coefficient:g} (algorithm.kl_penalty) and "
+                f"preference.beta={config.preference.beta:g} both set the pull to the reference: give one"
+            )
+    elif coefficient > 0:
+        config.preference.beta = coefficient
+        notice(f"the KL coefficient {coefficient:g} is the beta of {config.algorithm.name}: preference.beta")

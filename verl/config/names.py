@@ -7,6 +7,8 @@ stand in :data:`UNAVAILABLE` with the reason.
 
 from __future__ import annotations
 
+from typing import Any
+
 from verl.hardware import parse_dtype
 
 ESTIMATORS = (
@@ -37,6 +39,7 @@ UNAVAILABLE = {
     "dro": "it is not implemented here",
     "bypass_mode": "set algorithm.rollout_correction.bypass_mode=true and keep the loss mode",
     "full": "the full-vocabulary KL is not implemented; use low_var_kl",
+    "megatron": "there is no Megatron engine in this version; use auto, torch or fsdp",
     "trtllm": "there is no TensorRT-LLM rollout; use auto, native, vllm or sglang",
 }
 """Names of other systems, with why they do not work here."""
@@ -44,6 +47,15 @@ UNAVAILABLE = {
 _KL_BASE = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_ESTIMATORS = (*_KL_BASE, *(f"{name}+" for name in _KL_BASE))
 """``algorithm.kl_penalty`` and ``actor.kl_loss_type``; ``+`` takes the value of the estimator and k2's gradient."""
+
+PAIR_LOSSES = (
+    *("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard"),
+    *("aot", "aot_pair", "aot_unpaired", "apo_zero", "apo_down", "discopop", "simpo", "orpo", "cpo"),
+)
+LABEL_LOSSES = ("kto", "apo_zero_unpaired", "bco")
+REFERENCE_FREE = frozenset({"simpo", "orpo", "cpo"})
+PREFERENCE_LOSSES = (*PAIR_LOSSES, *LABEL_LOSSES)
+"""``preference.loss_type``: over pairs, over labelled answers; those of them that use no reference."""
 
 KL_CONTROLLERS = ("fixed", "adaptive")
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -57,15 +69,20 @@ ROLLOUT_RS = (
 CORRECTION_LOSSES = ("ppo_clip", "reinforce")
 FILTER_METRICS = ("score", "acc", "seq_reward", "seq_final_reward")
 
-ROLLOUT_ENGINES = ("auto", "native", "hf", "vllm", "sglang")
+ROLLOUT_ENGINES = ("auto", "native", "hf", "vllm", "vllm_server", "sglang")
+TOOL_FORMATS = ("hermes", "llama3_json")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # Written as one string, so that a search-and-replace of a quoted attention name over a clone leaves the list whole.
 _ATTENTION = "auto eager sdpa varlen flash_attn flash_attention_2 flash_attention_3"
 ATTENTION = tuple(_ATTENTION.split())
-OPTIMIZERS = ("AdamW", "SGD")
+OPTIMIZERS = ("AdamW", "SGD", "Adafactor", "AdamW8bit", "PagedAdamW8bit", "PagedAdamW")
+QUANTIZATIONS = ("nf4", "int8")
+STRATEGIES = ("auto", "torch", "fsdp")
+_STRATEGY_ALIASES = {"fsdp2": "fsdp", "fsdp1": "fsdp", "dp": "torch", "ddp": "torch"}
+"""``strategy``: every process has all weights, or a shard of them."""
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
-TRUNCATIONS = ("error", "left", "right", "middle")
+TRUNCATIONS = ("error", "left", "right", "middle", "keep_start", "keep_end")
 LOGGERS = ("console", "jsonl", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml")
 
 
@@ -77,3 +94,8 @@ def dtype_name(value: object) -> str:
 def top_k_off(value: int) -> int:
     """Some engines write "all tokens" as 0, others as -1; here it is -1."""
     return value or -1
+
+
+def strategy_name(value: Any) -> Any:
+    """``fsdp2`` and the like by the names used here."""
+    return _STRATEGY_ALIASES.get(str(value).lower(), value)

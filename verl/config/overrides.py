@@ -104,3 +104,8 @@ def spread(value: Any, key: str = "", leaves: Mapping[str, Leaf] | None = None) 
     return [
         pair for name, item in value.items() for pair in spread(item, f"{key}.{name}" if key else str(name), leaves)
     ]
+
+
+def with_algorithm(arguments: Iterable[str]) -> list[str]:
+    """Overrides in which a bare word, such as ``dpo``, is ``algorithm.name=dpo``."""
+    return [text if "=" in text or text.startswith("~") else f"algorithm.name={text}" for text in arguments]

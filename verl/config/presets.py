@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 _ACTOR = "actor_rollout_ref.actor"
-_GROUP = {"actor_rollout_ref.rollout.n": 8}
+_ROLLOUT = "actor_rollout_ref.rollout"
+_GROUP = {f"{_ROLLOUT}.n": 8}
 _GRPO = {"algorithm.adv_estimator": "grpo", **_GROUP}
 
 
@@ -57,3 +58,34 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kl_cov": _grpo_with_loss("kl_cov"),
 }
 """Preset name → option → value."""
+
+_SLOW = {f"{_ACTOR}.optim.lr": 1e-6, "trainer.total_epochs": 1}
+
+
+def _preference(loss: str, **more: Any) -> dict[str, Any]:
+    return {**_SLOW, "preference.loss_type": loss, **{f"preference.{key}": value for key, value in more.items()}}
+
+
+FAMILY_PRESETS: dict[str, dict[str, Any]] = {
+    "sft": {f"{_ACTOR}.optim.lr": 2e-5, "trainer.total_epochs": 3},
+    "dpo": _preference("sigmoid"),
+    "ipo": _preference("ipo"),
+    "simpo": _preference("simpo", beta=2.0, simpo_gamma=1.0),
+    "orpo": _preference("orpo"),
+    "cpo": _preference("cpo"),
+    "kto": _preference("kto"),
+    "bco": _preference("bco"),
+    "rm": {f"{_ACTOR}.optim.lr": 1e-5, "trainer.total_epochs": 1},
+    "online_dpo": {**_preference("sigmoid"), f"{_ROLLOUT}.n": 2},
+    "distillation": {f"{_ROLLOUT}.n": 1},
+}
+"""The same for what is not reinforcement learning of the PPO kind."""
+
+FAMILIES: dict[str, str] = {
+    "sft": "sft",
+    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "cpo", "kto", "bco"), "preference"),
+    "rm": "reward_model",
+    "online_dpo": "online_preference",
+    "distillation": "distillation",
+}
+"""Preset name → which kind of training step it has; every other name is ``ppo``."""

@@ -8,7 +8,7 @@ from verl.config.coerce import describe
 from verl.config.compat import MOVED_GROUPS, RENAMES, SHORT_FORMS, SPREADS
 from verl.config.compat_inert import INERT
 from verl.config.fields import SAME, Leaf
-from verl.config.presets import PRESETS
+from verl.config.presets import FAMILY_PRESETS, PRESETS
 from verl.config.tree import GROUPS, LEAVES
 
 _INTRO = """# Configuration
@@ -78,7 +78,7 @@ def _cells(*cells: str) -> str:
 def _presets() -> str:
     rows = [
         _cells(f"`{name}`", ", ".join(f"`{key}={_value(value)}`" for key, value in content.items()))
-        for name, content in PRESETS.items()
+        for name, content in {**PRESETS, **FAMILY_PRESETS}.items()
     ]
     return "\n".join(["## Presets (`algorithm.name`)", "", "| name | sets |", "|---|---|", *rows, ""])
 

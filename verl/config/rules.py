@@ -9,7 +9,10 @@ import os
 from collections.abc import Iterator
 
 from verl.config import names
-from verl.config.derived import max_sequence_length, needs_critic
+from verl.config.derived import family, generates, max_sequence_length, needs_critic, processes
+from verl.config.family_rules import family_advice, family_contradictions
+from verl.config.scale_rules import scale_advice, scale_contradictions
+from verl.config.shard_rules import shard_contradictions
 from verl.config.tree import Config
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -23,7 +26,13 @@ def contradictions(config: Config, *, has_validation: bool) -> Iterator[str]:
     yield from _sampling(config)
     yield from _correction(config)
     yield from _optimizers(config)
+    yield from _adapters(config)
     yield from _pairs(config)
+    yield from _multi_turn(config)
+    yield from _server(config)
+    yield from family_contradictions(config)
+    yield from scale_contradictions(config)
+    yield from shard_contradictions(config)
     yield from _run(config, has_validation)
 
 
@@ -49,7 +58,7 @@ def _losses(config: Config) -> Iterator[str]:
     loss = config.actor_rollout_ref.actor.policy_loss
     if loss.clip_cov_lb >= loss.clip_cov_ub:
         yield f"{_ACTOR}.policy_loss: clip_cov_lb={loss.clip_cov_lb:g} must be below clip_cov_ub={loss.clip_cov_ub:g}"
-    if config.algorithm.adv_estimator == "gae" and config.critic.enable is False:
+    if family(config) == "ppo" and config.algorithm.adv_estimator == "gae" and config.critic.enable is False:
         yield "algorithm.adv_estimator=gae needs the value model that critic.enable=false turns off"
     buffer, length = config.reward.overlong_buffer, config.data.max_response_length
     if buffer.enable and not 0 < (buffer.len or 0) <= length:
@@ -62,6 +71,11 @@ def _sampling(config: Config) -> Iterator[str]:
         yield f"{_ROLLOUT}.temperature must be greater than 0 in training: log-probs are divided by it"
     if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
         yield f"{_ROLLOUT}.val_kwargs.do_sample=true needs val_kwargs.temperature greater than 0"
+    if rollout.min_tokens > config.data.max_response_length:
+        yield (
+            f"{_ROLLOUT}.min_tokens={rollout.min_tokens} is more than an answer may have: raise "
+            f"data.max_response_length={config.data.max_response_length}"
+        )
     if "" in rollout.stop:
         yield f"{_ROLLOUT}.stop holds an empty text, which would end every answer at its first token: take it out"
 
@@ -116,14 +130,58 @@ def _optimizers(config: Config) -> Iterator[str]:
             yield f"{key}: give lr_warmup_steps={steps} or lr_warmup_steps_ratio={ratio:g}, not both"
 
 
+def _adapters(config: Config) -> Iterator[str]:
+    model = config.actor_rollout_ref.model
+    if model.quantization is None:
+        return
+    key = f"actor_rollout_ref.model.quantization={model.quantization}"
+    if not model.lora_rank and model.lora_adapter_path is None:
+        yield f"{key} freezes the weights: set actor_rollout_ref.model.lora_rank (for example 16) to train adapters"
+    if processes(config) > 1:
+        yield f"{key} trains in one process: set trainer.n_gpus_per_node=1 and trainer.nnodes=1"
+    if model.compile_layers:
+        yield f"{key} does not go with actor_rollout_ref.model.compile_layers=true: turn one of them off"
+
+
 def _pairs(config: Config) -> Iterator[str]:
     """Keys that need each other."""
-    custom = config.data.custom_cls
-    if (custom.path is None) != (custom.name is None):
-        yield "data.custom_cls needs both path (a Python file) and name (the class in it)"
+    for key, custom in (("data", config.data.custom_cls), ("critic.model", config.critic.model.custom_cls)):
+        if (custom.path is None) != (custom.name is None):
+            yield f"{key}.custom_cls needs both path (a Python file) and name (the class in it)"
+    if config.critic.model.custom_cls.path is not None and processes(config) > 1:
+        yield "critic.model.custom_cls trains in one process: set trainer.n_gpus_per_node=1, or leave it out"
     reward = config.reward
     if reward.reward_fn is not None and reward.custom_reward_function.path is not None:
         yield "reward.reward_fn and reward.custom_reward_function.path are both given: keep one"
+
+
+def _server(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "sglang":
+        yield (
+            f"{_ROLLOUT}.name=sglang: this version has no SGLang engine, as SGLang has no wheels for CPUs and could "
+            "not be tested; use vllm, vllm_server or native"
+        )
+    if rollout.name == "vllm_server" and not rollout.server_url:
+        yield f"{_ROLLOUT}.name=vllm_server needs {_ROLLOUT}.server_url, the address of the server"
+    if rollout.server_url and rollout.name != "vllm_server":
+        yield f"{_ROLLOUT}.server_url is read where {_ROLLOUT}.name=vllm_server, and it is {rollout.name}"
+
+
+def _multi_turn(config: Config) -> Iterator[str]:
+    turns, key = config.actor_rollout_ref.rollout.multi_turn, f"{_ROLLOUT}.multi_turn"
+    given = [
+        name for name in ("tool_config_path", "environment", "environment_path") if getattr(turns, name) is not None
+    ]
+    if turns.enable and not given:
+        yield f"{key}.enable=true needs {key}.tool_config_path (a Python file of tools) or {key}.environment_path"
+    if len(given) > 1:
+        yield f"{key}: {' and '.join(given)} are given: keep one"
+    path = turns.environment_path
+    if path is not None and not os.path.isfile(path.rpartition(":")[0]):
+        yield f"{key}.environment_path={path} must name a function of a file that exists, as FILE.py:NAME"
+    if turns.enable and config.algorithm.adv_estimator == "remax":
+        yield "algorithm.adv_estimator=remax compares with a greedy answer of one turn: choose another, or one turn"
 
 
 def _run(config: Config, has_validation: bool) -> Iterator[str]:
@@ -152,12 +210,14 @@ def _run(config: Config, has_validation: bool) -> Iterator[str]:
 def advice(config: Config, *, has_validation: bool) -> Iterator[str]:
     """A sentence for each thing that works and is probably not meant. Takes the configuration before ``resolve``."""
     algorithm, rollout, actor = config.algorithm, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    if algorithm.adv_estimator in names.GROUP_ESTIMATORS and rollout.n == 1:
+    yield from family_advice(config)
+    yield from scale_advice(config)
+    if family(config) == "ppo" and algorithm.adv_estimator in names.GROUP_ESTIMATORS and rollout.n == 1:
         yield (
             f"algorithm.adv_estimator={algorithm.adv_estimator} compares the answers to one prompt, "
             f"and {_ROLLOUT}.n=1 gives it nothing to compare: use 4 to 16"
         )
-    if rollout.n > 1 and not rollout.do_sample:
+    if generates(config) and rollout.n > 1 and not rollout.do_sample:
         yield f"{_ROLLOUT}.do_sample=false makes all {rollout.n} answers to a prompt the same"
     mini, batch = actor.ppo_mini_batch_size, config.data.train_batch_size
     if mini is not None and batch % mini:

@@ -58,6 +58,8 @@ class SequenceDataset:
     ``check_part`` (columns of a file) and ``encode_row``.
     """
 
+    template_class = ConversationTemplate
+
     def __init__(
         self,
         data_files: DataFiles,
@@ -69,7 +71,7 @@ class SequenceDataset:
         **overrides: Any,
     ):
         self.settings = SequenceSettings.from_config(config, **overrides)
-        self.template = ConversationTemplate(
+        self.template = self.template_class(
             tokenizer,
             mode=self.settings.template_mode,
             kwargs=self.settings.apply_chat_template_kwargs,

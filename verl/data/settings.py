@@ -14,6 +14,7 @@ from verl.data.templating import TemplateMode
 from verl.errors import ConfigError
 
 TRUNCATIONS = ("error", "left", "right", "middle")
+_KEPT = {"keep_start": "right", "keep_end": "left"}  # other words for the same
 _TEMPLATE_MODES: dict[str | bool, TemplateMode] = {
     "auto": "auto",
     "true": True,
@@ -90,6 +91,8 @@ class PromptSettings:
         values = {key: plain(value) for key, value in {**given, **overrides}.items() if key in names}
         if values.get("apply_chat_template_kwargs") is None:
             values.pop("apply_chat_template_kwargs", None)
+        if isinstance(values.get("truncation"), str):
+            values["truncation"] = _KEPT.get(values["truncation"], values["truncation"])
         return cls(**values)
 
 

@@ -7,7 +7,7 @@ Nothing here imports torch until :func:`probe` is called. Usual use::
 """
 
 from verl.hardware.choice import CATALOGUE, Catalogue, Choice, choose, decide
-from verl.hardware.device import Device, installed_packages, probe, torch_dtype, torch_threads
+from verl.hardware.device import Device, installed_packages, machine_memory_bytes, probe, torch_dtype, torch_threads
 from verl.hardware.explicit import check_explicit, environment_dtype, parse_dtype
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "decide",
     "environment_dtype",
     "installed_packages",
+    "machine_memory_bytes",
     "parse_dtype",
     "probe",
     "torch_dtype",

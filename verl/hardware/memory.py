@@ -1,21 +1,28 @@
 """How much memory a run needs, phase by phase, before anything is loaded. Pure arithmetic on shapes.
 
 What a decoder layer saves for its backward pass was counted from the code of transformers' Llama-like layers and held
-against measured peaks (``tests/hardware/test_hardware_memory.py``).
+against measured peaks (``tests/hardware/test_hardware_memory.py``, ``benchmarks/plan_accuracy.py``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+
+from verl.hardware.cards import CARDS, Card
+
+__all__ = ["CARDS", "GIB", "Card", "ModelShape", "Phase", "Workload", "fits", "host_bytes", "peak", "phases"]
 
 GIB = 2**30
 CONTEXT_BYTES = int(0.8 * GIB)  # CUDA's own, and its libraries' workspaces
-USABLE = 0.95  # of the rest: what the allocator can hand out before fragmentation hurts
+USABLE = 0.92  # of the rest: what the allocator can hand out before fragmentation hurts, and a margin
 LOGITS_CHUNK = 32 * 2**20  # elements, see verl.models.linear_logprob
 KERNEL_CHUNK = 512 * 2**20
 KEPT_SHARE = 8
-MOMENT_BYTES = {"adamw": 8.0, "sgd": 0.0}
+MOMENT_BYTES = {"adamw": 8.0, "sgd": 0.0, "adafactor": 0.01, "adamw8bit": 2.05}
+PAGED = {"pagedadamw": 8.0, "pagedadamw8bit": 2.05}
+"""Moments that move to the host when the GPU is full."""
+QUANTISED_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.01}
+"""A weight of a quantised linear layer, with its share of the scales."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,12 @@ class ModelShape:
     key: int
     vocabulary: int
 
+    @property
+    def linear(self) -> int:
+        """Parameters of the linear layers of all decoder layers (three of them in the MLP)."""
+        attention = 2 * self.hidden * self.query + 2 * self.hidden * self.key
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -37,16 +50,21 @@ class Workload:
 
     Attributes:
         element: bytes of an element of the live weights: 2 or 4.
-        device_bytes: memory of the device.
+        device_bytes: memory of the device. host_bytes: memory of the machine.
         cuda: the device is a CUDA GPU (else host memory is what is counted).
         kernels: the fused log-prob runs on Triton kernels.
-        micro_tokens: tokens of the largest micro-batch of the update; forward_tokens: of the log-prob passes.
+        micro_tokens: computed tokens of the largest micro-batch of the update; forward_tokens: of the log-prob passes.
         trained_share: share of the tokens that are responses.
-        trainable: trained parameters; adapters only, with LoRA. optimizer: a key of ``MOMENT_BYTES``.
+        trainable: trained parameters; adapters only, with LoRA. optimizer: a key of ``MOMENT_BYTES`` or ``PAGED``.
         reference: a frozen copy is loaded. critic: a value model of the policy's shape is trained.
+        reference_away, critic_away: its weights lie in host memory outside its phases.
         rollout_rows, rollout_tokens: sequences in flight at a time, and tokens of each.
+        cache_share: share of the free memory that their cache may take; what does not fit waits.
         flash: attention is flash attention over packed rows, without padded copies.
-        offload: masters, gradient sums and moments are in host memory.
+        offload, critic_offload: masters, gradient sums and moments are in host memory.
+        quantised: type of the frozen linear layers under adapters, a key of ``QUANTISED_BYTES``.
+        checkpointed: share of the layers that recompute their activations, where ``checkpointing`` is on.
+        shards: devices that the weights of every role are spread over (FSDP); a rollout has all of them on each.
     """
 
     element: int
@@ -60,12 +78,21 @@ class Workload:
     rollout_rows: int
     rollout_tokens: int
     optimizer: str = "adamw"
+    critic_optimizer: str = "adamw"
     reference: bool = False
     critic: bool = False
     checkpointing: bool = False
+    checkpointed: float = 1.0
     compiled: bool = False
     flash: bool = False
     offload: bool = False
+    critic_offload: bool = False
+    reference_away: bool = False
+    critic_away: bool = False
+    cache_share: float = 1.0
+    quantised: str | None = None
+    host_bytes: int = 64 * GIB
+    shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -96,62 +123,154 @@ def activation_bytes_per_token(shape: ModelShape, work: Workload) -> int:
 def activations(shape: ModelShape, work: Workload) -> int:
     """Bytes of activations of one micro-batch at the start of its backward pass."""
     layer = activation_bytes_per_token(shape, work)
-    if work.checkpointing:
-        return work.micro_tokens * (shape.layers * work.element * shape.hidden + layer)
-    return work.micro_tokens * shape.layers * layer
+    if not work.checkpointing:
+        return work.micro_tokens * shape.layers * layer
+    again = round(shape.layers * work.checkpointed)
+    kept = (shape.layers - again) * layer + again * work.element * shape.hidden + (layer if again else 0)
+    return work.micro_tokens * kept
 
 
 def logits_bytes(shape: ModelShape, work: Workload, tokens: int, *, training: bool) -> int:
     """Bytes of the fused log-prob: a chunk of logits, and what is kept for the backward pass if it fits the budget."""
     trained = max(1, int(tokens * work.trained_share))
     whole = trained * shape.vocabulary
-    chunk = min(whole, KERNEL_CHUNK) * work.element if work.kernels else 3 * min(whole, LOGITS_CHUNK) * 4
+    wide = 4 * min(whole, LOGITS_CHUNK)
+    chunk = min(whole, KERNEL_CHUNK) * work.element if work.kernels else 3 * wide
     budget = work.device_bytes // KEPT_SHARE if work.cuda else GIB
     if training and whole * work.element <= budget:
-        return whole * work.element + (0 if work.kernels else chunk)
-    weight_gradient = shape.vocabulary * shape.hidden * 4 if training and work.trainable >= shape.parameters else 0
+        return whole * work.element + (0 if work.kernels else 2 * wide)  # logits and their softmax
+    weight_gradient = shape.vocabulary * shape.hidden * 4 if training and not lora(shape, work) else 0
     return chunk + weight_gradient
 
 
-def resident(shape: ModelShape, work: Workload) -> dict[str, int]:
-    """What stays for the whole run: weights, masters, moments of every role."""
-    roles = 2 if work.critic else 1
-    trainable = work.trainable + (shape.parameters if work.critic else 0)
+def weight_bytes(shape: ModelShape, work: Workload) -> int:
+    """The policy's live weights, adapters included."""
     adapters = work.trainable if lora(shape, work) else 0
-    here = 0 if work.offload else trainable
+    whole = (shape.parameters + adapters) * work.element
+    if work.quantised is None:
+        return whole
+    return int(whole - shape.linear * (work.element - QUANTISED_BYTES[work.quantised]))
+
+
+def resident(shape: ModelShape, work: Workload) -> dict[str, int]:
+    """What stays on the device for the whole run: weights, masters, moments of every role."""
+    if work.shards > 1:
+        return _resident_shards(shape, work)
+    here = 0 if work.offload else work.trainable
+    critic = shape.parameters if work.critic and not work.critic_offload else 0
     parts = {
-        "weights": (roles * shape.parameters + adapters) * work.element,
-        "fp32 masters": here * 4 if work.element < 4 else 0,
-        "optimizer moments": int(here * MOMENT_BYTES[work.optimizer]),
-        "reference": shape.parameters * work.element if work.reference else 0,
+        "weights": weight_bytes(shape, work),
+        "critic's weights": 0 if work.critic_away else _critic(shape, work),
+        "reference": 0 if work.reference_away else _reference(shape, work),
+        "fp32 masters": (here + critic) * 4 if work.element < 4 else 0,
+        "optimizer moments": int(
+            here * MOMENT_BYTES.get(work.optimizer, 0) + critic * MOMENT_BYTES.get(work.critic_optimizer, 0)
+        ),
     }
     return {name: count for name, count in parts.items() if count}
 
 
+def _resident_shards(shape: ModelShape, work: Workload) -> dict[str, int]:
+    """The same for one shard: trained weights are their fp32 masters, frozen ones are in the type that computes."""
+    here = 0 if work.offload else work.trainable
+    critic = shape.parameters if work.critic and not work.critic_offload and not work.critic_away else 0
+    moments = here * MOMENT_BYTES.get(work.optimizer, 0) + critic * MOMENT_BYTES.get(work.critic_optimizer, 0)
+    frozen = shape.parameters * work.element if lora(shape, work) else 0
+    parts = {
+        "frozen weights": frozen // work.shards,
+        "reference": 0 if work.reference_away else _reference(shape, work),
+        "fp32 masters": (here + critic) * 4 // work.shards,
+        "optimizer moments": int(moments) // work.shards,
+    }
+    return {name: count for name, count in parts.items() if count}
+
+
+def gathered_bytes(shape: ModelShape, work: Workload, *, training: bool) -> int:
+    """Whole weights while they compute: the embeddings, and a layer with the next; training adds their gradients."""
+    if work.shards == 1:
+        return 0
+    outside = min(2 * shape.vocabulary * shape.hidden, shape.parameters)
+    layer = shape.linear // shape.layers
+    weights = (outside + 2 * layer) * work.element
+    # gradients in the type that computes, and in fp32 on their way to the shards
+    return weights + ((outside + layer) * (work.element + 4) if training and not lora(shape, work) else 0)
+
+
+def _critic(shape: ModelShape, work: Workload) -> int:
+    return shape.parameters * work.element // work.shards if work.critic else 0
+
+
+def _reference(shape: ModelShape, work: Workload) -> int:
+    return shape.parameters * work.element // work.shards if work.reference else 0
+
+
+def host_bytes(shape: ModelShape, work: Workload) -> int:
+    """What lies in (pinned) host memory because it was moved off a GPU."""
+    each = 4 + 4  # master and gradient sum
+    total = 0.0
+    if work.offload:
+        total += work.trainable * (each + {**MOMENT_BYTES, **PAGED}[work.optimizer])
+    if work.critic and work.critic_offload:
+        total += shape.parameters * (each + {**MOMENT_BYTES, **PAGED}[work.critic_optimizer])
+    total += _reference(shape, work) if work.reference_away else 0
+    total += _critic(shape, work) if work.critic_away else 0
+    return int(total)
+
+
 def gradient_bytes(work: Workload) -> int:
-    return 0 if work.offload else 4 * work.trainable
+    return 0 if work.offload else 4 * work.trainable // work.shards
 
 
 def lora(shape: ModelShape, work: Workload) -> bool:
     return work.trainable < shape.parameters
 
 
+def cache_bytes(shape: ModelShape, work: Workload, free: int) -> int:
+    """The cache of running sequences: all of them if they fit into its share of what is free, at least one."""
+    one = 2 * shape.layers * shape.key * work.element * work.rollout_tokens
+    return max(one, min(one * work.rollout_rows, int(free * work.cache_share)))
+
+
 def phases(shape: ModelShape, work: Workload) -> list[Phase]:
-    """Rollout, log-probs and update, each with what is resident in it."""
+    """Rollout, log-probs and updates, each with what is resident in it."""
     fixed = resident(shape, work)
-    cache = 2 * shape.layers * shape.key * work.element * work.rollout_rows * work.rollout_tokens
     # sampling: logits, probabilities and noise of one step in fp32
-    rollout = {**fixed, "KV cache": cache, "sampling": 3 * 4 * work.rollout_rows * shape.vocabulary}
+    sampling = 3 * 4 * work.rollout_rows * shape.vocabulary
+    free = usable_bytes(work) - sum(fixed.values()) - sampling
+    whole = weight_bytes(shape, work) if work.shards > 1 else 0
+    free -= whole
+    rollout = {**fixed, "rollout's weights": whole, "KV cache": cache_bytes(shape, work, free), "sampling": sampling}
     hidden = work.forward_tokens * (6 * shape.hidden + 3 * shape.intermediate) * work.element
     forward_logits = logits_bytes(shape, work, work.forward_tokens, training=False)
-    forward = {**fixed, "one layer": hidden, "logits": forward_logits}
+    forward = {**fixed, "reference": _reference(shape, work), "one layer": hidden, "logits": forward_logits}
+    forward["gathered weights"] = gathered_bytes(shape, work, training=False)
     update = {
         **fixed,
+        "gathered weights": gathered_bytes(shape, work, training=True),
         "fp32 gradients": gradient_bytes(work),
+        "gradient on its way": in_transit(shape, work, work.offload, work.trainable),
         "activations": activations(shape, work),
         "logits": logits_bytes(shape, work, work.micro_tokens, training=True),
     }
-    return [Phase("rollout", rollout), Phase("log-probs", forward), Phase("update", update)]
+    found = [Phase("rollout", rollout), Phase("log-probs", forward), Phase("update", update)]
+    if work.critic:
+        critic = {
+            **fixed,
+            "critic's weights": _critic(shape, work),
+            "gathered weights": gathered_bytes(shape, work, training=True),
+            "fp32 gradients": 0 if work.critic_offload else 4 * shape.parameters // work.shards,
+            "gradient on its way": in_transit(shape, work, work.critic_offload, shape.parameters),
+            "activations": activations(shape, work),
+        }
+        found.append(Phase("critic's update", critic))
+    return [Phase(phase.name, {name: count for name, count in phase.parts.items() if count}) for phase in found]
+
+
+def in_transit(shape: ModelShape, work: Workload, offload: bool, trainable: int) -> int:
+    """The largest gradient in the live type, before it is added to its sum: that of the embeddings."""
+    if (work.element == 4 and not offload) or work.shards > 1:
+        return 0  # the sum itself, or counted with the gathered weights
+    return min(trainable, shape.vocabulary * shape.hidden) * work.element
 
 
 def peak(shape: ModelShape, work: Workload) -> Phase:
@@ -170,80 +289,3 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
     """Parameters of adapters of this rank beside all linear layers."""
     d, q, k, i = shape.hidden, shape.query, shape.key, shape.intermediate
     return shape.layers * rank * ((d + q) + 2 * (d + k) + (q + d) + 2 * (d + i) + (i + d))
-
-
-@dataclass(frozen=True)
-class Change:
-    """One thing to change, as configuration values, and the memory that is then needed."""
-
-    values: dict[str, Any]
-    work: Workload
-    peak: Phase
-
-
-def changes_until_it_fits(shape: ModelShape, work: Workload, longest: int) -> list[Change]:
-    """The cheapest changes, one upon the other, until the run fits; the last may still not fit.
-
-    Args:
-        longest: tokens of the longest sequence, below which a micro-batch cannot go.
-    """
-    done: list[Change] = []
-    while not fits(shape, work):
-        found = _next_change(shape, work, longest)
-        if found is None or peak(shape, found[1]).total >= peak(shape, work).total:
-            break
-        values, work = found
-        done.append(Change(values, work, peak(shape, work)))
-    return done
-
-
-def _next_change(shape: ModelShape, work: Workload, longest: int) -> tuple[dict[str, Any], Workload] | None:
-    """What lowers the phase at the peak: its values in the configuration, and the workload then."""
-    kept = sum(resident(shape, work).values()) + gradient_bytes(work)
-    if kept > usable_bytes(work) and not lora(shape, work):
-        adapters = replace(work, trainable=lora_parameters(shape, 16), reference=False)
-        return {"actor_rollout_ref.model.lora_rank": 16}, adapters
-    phase = peak(shape, work).name
-    if phase == "rollout" and work.rollout_rows > 1:
-        rows = work.rollout_rows
-        while rows > 1 and _total(shape, replace(work, rollout_rows=rows), phase) > usable_bytes(work):
-            rows //= 2
-        return {"actor_rollout_ref.rollout.max_num_seqs": rows}, replace(work, rollout_rows=rows)
-    if phase == "update" and not work.checkpointing:
-        return {"actor_rollout_ref.model.enable_gradient_checkpointing": True}, replace(work, checkpointing=True)
-    tokens = max(work.micro_tokens, work.forward_tokens)
-    smaller = work
-    while tokens // 2 >= longest and _total(shape, smaller, phase) > usable_bytes(work):
-        tokens //= 2
-        micro, forward = min(work.micro_tokens, tokens), min(work.forward_tokens, tokens)
-        smaller = replace(work, micro_tokens=micro, forward_tokens=forward)
-    if smaller is not work:
-        return {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": tokens}, smaller
-    if not lora(shape, work):
-        adapters = replace(work, trainable=lora_parameters(shape, 16), reference=False)
-        return {"actor_rollout_ref.model.lora_rank": 16}, adapters
-    return None
-
-
-def _total(shape: ModelShape, work: Workload, name: str) -> int:
-    return next(phase.total for phase in phases(shape, work) if phase.name == name)
-
-
-@dataclass(frozen=True)
-class Card:
-    """A GPU that ``verl plan --gpu`` knows. ``tflops``: dense matrix rate by the datasheet, in the dtype it gets."""
-
-    name: str
-    capability: tuple[int, int]
-    memory_gib: float
-    tflops: float
-
-
-CARDS = (
-    Card("Tesla P40", (6, 1), 24, 12), Card("Tesla P100", (6, 0), 16, 9), Card("Tesla V100", (7, 0), 32, 112),
-    Card("Tesla T4", (7, 5), 16, 65), Card("RTX 2080 Ti", (7, 5), 11, 54), Card("RTX 3060", (8, 6), 12, 51),
-    Card("RTX 3090", (8, 6), 24, 71), Card("RTX 4090", (8, 9), 24, 165), Card("RTX 5090", (12, 0), 32, 210),
-    Card("A10", (8, 6), 24, 125), Card("L4", (8, 9), 24, 121), Card("L40S", (8, 9), 48, 362),
-    Card("A100 40GB", (8, 0), 40, 312), Card("A100 80GB", (8, 0), 80, 312), Card("H100", (9, 0), 80, 790),
-    Card("H200", (9, 0), 139, 790), Card("B200", (10, 0), 180, 2250),
-)  # fmt: skip

@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from verl.errors import ModelError
 from verl.models.packing import PackedBatch, Segment
+from verl.models.sdpa import attend
 
 NAME = "verl_packed"
 
@@ -147,23 +147,13 @@ def packed_attention_forward(
 
 
 def _attend(q, k, v, block: Block, scale, window, softcap, dropout) -> torch.Tensor:
-    """(S, H, Q, D) attention of one block; key and value heads are repeated to the query heads."""
-    repeats = q.shape[1] // k.shape[1]
-    if repeats > 1:
-        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    """(S, H, Q, D) attention of one block."""
     if softcap is None and block.causal and (window is None or window >= block.query.shape[1]):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, dropout_p=dropout)
+        return attend(q, k, v, scale=scale, dropout=dropout)
     mask = block.distance >= 0
     if window is not None:
         mask = mask & (block.distance < window)
-    mask = mask[:, None]
-    if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, dropout_p=dropout)
-    scores = q @ k.transpose(-1, -2) * (scale if scale is not None else q.shape[-1] ** -0.5)
-    scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~mask, float("-inf"))
-    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)
-    return F.dropout(weights, dropout) @ v
+    return attend(q, k, v, mask[:, None], scale=scale, softcap=softcap, dropout=dropout)
 
 
 AttentionInterface.register(NAME, packed_attention_forward)

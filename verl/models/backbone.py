@@ -10,6 +10,7 @@ from verl.errors import ModelError
 from verl.models import attention, varlen
 from verl.models.loading import DROPOUT_NAMES
 from verl.models.packing import PackedBatch, Segment
+from verl.models.sequence_parallel import sequence_of
 from verl.notices import notice
 
 LAYOUTS = {
@@ -29,11 +30,19 @@ def may_share_prompts(model: PreTrainedModel) -> bool:
     return not dropout and not getattr(config, "output_router_logits", False)
 
 
+def runs_packed(model: PreTrainedModel) -> bool:
+    """Whether the model computes packed rows as they are, without padding."""
+    return model.config._attn_implementation in LAYOUTS
+
+
 def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> torch.Tensor:
     """(T, D) last hidden states of the packed tokens."""
     backbone = model.base_model
     make_layout = LAYOUTS.get(model.config._attn_implementation)
     if make_layout is not None:
+        sequence = sequence_of(model)
+        if sequence is not None:
+            return sequence.hidden_states(backbone, packed, make_layout(packed))
         out = backbone(
             input_ids=packed.input_ids,
             position_ids=packed.position_ids,

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from verl.config.suggest import near_path
 from verl.errors import ModelError
 from verl.models.lora import has_adapters, merged_state, save_adapter
+from verl.models.quantization import quantize
 from verl.notices import notice
 
 # transformers sets the default dtype of the whole process while it builds a model: one at a time
@@ -132,8 +133,11 @@ def load_causal_lm(
     device: torch.device | str,
     trust_remote_code: bool = False,
     override_config: dict[str, Any] | None = None,
+    quantization: str | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model in ``dtype`` on ``device`` with dropout switched off.
+
+    ``quantization``: of its linear layers, which then never lie on the device in full.
 
     Dropout is off because a policy gradient compares the log-prob of the same tokens under two sets of weights:
     noise of dropout in one of them is a ratio different from 1 for no reason.
@@ -147,6 +151,8 @@ def load_causal_lm(
     except LOAD_ERRORS as error:
         raise _unavailable("The model", path, error) from error
     disable_dropout(model, keep=override_config or {})
+    if quantization is not None:
+        quantize(model, quantization, device)
     return model.to(device)
 
 
@@ -184,13 +190,17 @@ def disable_dropout(model: nn.Module, keep: dict[str, Any] | None = None) -> Non
             setattr(config, name, 0.0)
 
 
-def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Recompute activations in the backward pass. transformers renamed the call in 5.24."""
+def enable_gradient_checkpointing(model: PreTrainedModel, every: int = 1) -> None:
+    """Recompute activations in the backward pass, in every so many layers. transformers renamed the call in 5.24."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     if enable.__name__ == "activation_checkpointing_enable":
         enable()
     else:
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for number, layer in enumerate(layers):
+        if number % every:
+            layer.gradient_checkpointing = False
 
 
 def compile_layers(model: PreTrainedModel) -> None:
@@ -211,9 +221,13 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def save_pretrained(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: str | os.PathLike
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: str | os.PathLike,
+    *,
+    max_shard_size: str = "50GB",
 ) -> None:
-    """Write a plain HF folder: safetensors, config, generation config, tokenizer.
+    """Write a plain HF folder: safetensors (no file above ``max_shard_size``), config, generation config, tokenizer.
 
     Adapters are merged into the weights, and kept beside them in ``lora_adapter/``.
     """
@@ -222,10 +236,10 @@ def save_pretrained(
         model.config._attn_implementation = None
         try:
             if has_adapters(model):
-                model.save_pretrained(folder, state_dict=merged_state(model))
+                model.save_pretrained(folder, state_dict=merged_state(model), max_shard_size=max_shard_size)
                 save_adapter(model, folder)
             else:
-                model.save_pretrained(folder)
+                model.save_pretrained(folder, max_shard_size=max_shard_size)
         finally:
             model.config._attn_implementation = implementation
         if tokenizer is not None:

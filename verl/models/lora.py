@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from verl.errors import MissingDependencyError, ModelError
+from verl.models.quantization import dequantised_state, mirror_quantised
 from verl.models.settings import LoraSettings
 
 ADAPTER = "default"
@@ -64,6 +65,11 @@ def _peft_config(settings: LoraSettings):
     )
 
 
+def live_dtype(model: nn.Module) -> torch.dtype:
+    """The type that computes: that of the weights that are not quantised."""
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
 def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Freeze ``model`` and put trainable adapters, in its dtype, beside its linear layers.
 
@@ -83,7 +89,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
 def _inject(model: PreTrainedModel, config) -> None:
     from peft import inject_adapter_in_model
 
-    dtype = next(model.parameters()).dtype
+    dtype = live_dtype(model)
     model.requires_grad_(False)
     try:
         with warnings.catch_warnings():
@@ -100,7 +106,8 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def mirror_adapters(source: PreTrainedModel, twin: PreTrainedModel) -> None:
-    """Give the twin adapter modules like those of ``source``; whoever calls puts the tensors in."""
+    """Give the twin quantised layers and adapters like those of ``source``; whoever calls puts the tensors in."""
+    mirror_quantised(source, twin)
     if has_adapters(source):
         if ADAPTER not in source.peft_config:
             raise ModelError(f"The model's adapter must be named '{ADAPTER}', not {sorted(source.peft_config)}.")
@@ -138,25 +145,38 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 def merged_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The state of the plain model with the adapters merged in, under the plain model's names."""
-    deltas = {f"{adapted.name}.base_layer.weight": adapted for adapted in _adapted(model)}
+    deltas = adapted_layers(model)
     state = {}
-    for name, tensor in model.state_dict().items():
+    dtype = live_dtype(model)
+    for name, tensor in dequantised_state(model).items():
         if ".lora_" in name:
             continue
         if name in deltas:
-            tensor = (tensor.float() + deltas[name].delta()).to(tensor.dtype)
+            tensor = (tensor.float() + deltas[name].delta()).to(dtype)
         state[name.replace(".base_layer.", ".")] = tensor
     return state
 
 
-def save_adapter(model: PreTrainedModel, folder: str | os.PathLike) -> None:
-    """Write ``lora_adapter/`` into ``folder``: what ``peft.PeftModel.from_pretrained(base, …)`` loads."""
+def adapted_layers(model: PreTrainedModel) -> dict[str, _Adapted]:
+    """The adapted layers by the name of their base weight."""
+    return {f"{adapted.name}.base_layer.weight": adapted for adapted in _adapted(model)}
+
+
+def save_adapter(
+    model: PreTrainedModel, folder: str | os.PathLike, weights: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write ``lora_adapter/`` into ``folder``: what ``peft.PeftModel.from_pretrained(base, …)`` loads.
+
+    Args:
+        weights: the adapters' weights by name, where the model has only shards of them.
+    """
     target = Path(folder) / FOLDER
     model.peft_config[ADAPTER].save_pretrained(target)
     tensors = {}
     for adapted in _adapted(model):
-        tensors[f"{_PREFIX}{adapted.name}.lora_A.weight"] = adapted.down.detach().cpu().contiguous()
-        tensors[f"{_PREFIX}{adapted.name}.lora_B.weight"] = adapted.up.detach().cpu().contiguous()
+        for letter, own in (("A", adapted.down), ("B", adapted.up)):
+            weight = own if weights is None else weights[f"{adapted.name}.lora_{letter}.{ADAPTER}.weight"]
+            tensors[f"{_PREFIX}{adapted.name}.lora_{letter}.weight"] = weight.detach().cpu().contiguous()
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
 
 

@@ -165,18 +165,26 @@ def pack(batch: DataProto, *, share_prompts: bool = True, device: torch.device |
                 source.append(np.where(row.trained == 0, head.start + len(prompt) - 1, start + row.trained - 1))
         order.extend(members)
 
-    return PackedBatch(
-        input_ids=_joined(ids, device)[None],
-        position_ids=_joined(positions, device)[None],
-        segments=segments,
-        source=_joined(source, device),
-        target=_joined([rows[i].response[rows[i].trained] for i in order], device),
-        row=_joined([np.full(len(rows[i].trained), i) for i in order], device),
-        column=_joined([rows[i].trained for i in order], device),
-        shape=tuple(batch.batch["responses"].shape),
+    input_ids, position_ids, *places = _on_device(
+        [
+            ids,
+            positions,
+            source,
+            [rows[i].response[rows[i].trained] for i in order],
+            [np.full(len(rows[i].trained), i) for i in order],
+            [rows[i].trained for i in order],
+        ],
+        device,
     )
+    shape = tuple(batch.batch["responses"].shape)
+    return PackedBatch(input_ids[None], position_ids[None], segments, *places, shape=shape)
 
 
-def _joined(parts: list[np.ndarray], device: torch.device | str) -> torch.Tensor:
-    array = np.concatenate(parts) if parts else np.zeros(0)
-    return torch.as_tensor(array.astype(np.int64), device=device)
+def _on_device(columns: list[list[np.ndarray]], device: torch.device | str) -> list[torch.Tensor]:
+    """Each list of arrays joined to one int64 tensor. All go over in one copy, and nobody waits for a GPU."""
+    lengths = [sum(map(len, parts)) for parts in columns]
+    parts = [part.astype(np.int64) for column in columns for part in column]
+    whole = torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0, dtype=torch.int64)
+    if torch.device(device).type == "cuda":
+        whole = whole.pin_memory()
+    return list(whole.to(device, non_blocking=True).split(lengths))

@@ -10,6 +10,7 @@ from verl.models.linear_logprob import linear_log_prob
 from verl.models.loading import building_models, compile_layers, enable_gradient_checkpointing, load_causal_lm
 from verl.models.lora import add_adapters
 from verl.models.packing import pack
+from verl.models.sequence_parallel import sequence_of
 from verl.models.settings import ModelSettings
 from verl.protocol import DataProto
 
@@ -23,6 +24,7 @@ def load_policy(settings: ModelSettings, *, frozen: bool = False) -> PreTrainedM
             device=settings.device,
             trust_remote_code=settings.trust_remote_code,
             override_config=settings.override_config,
+            quantization=settings.quantization,
         )
         return prepare_policy(model, settings, frozen=frozen)
 
@@ -35,7 +37,7 @@ def prepare_policy(model: PreTrainedModel, settings: ModelSettings, *, frozen: b
     if settings.lora is not None:
         add_adapters(model, settings.lora)
     if settings.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
+        enable_gradient_checkpointing(model, settings.checkpoint_every)
     if settings.compile_layers:
         compile_layers(model)
     return model.train()
@@ -61,15 +63,22 @@ def log_probs(
         zeros = torch.zeros(packed.shape, device=device, dtype=dtype)
         return zeros, zeros if with_entropy else None
     weight, bias, softcap = lm_head(model)
-    hidden = hidden_states(model, packed)[packed.source]
+    hidden, target = hidden_states(model, packed)[packed.source], packed.target
+    sequence = sequence_of(model)
+    if sequence is not None:
+        mine = sequence.share(len(target), device)
+        hidden, target = hidden[mine], target[mine]
     log_prob, entropy = linear_log_prob(
         hidden,
         weight,
-        packed.target,
+        target,
         bias=bias,
         softcap=softcap,
         temperature=temperature,
         with_entropy=with_entropy,
         entropy_gradient=entropy_gradient,
     )
+    if sequence is not None:
+        log_prob = sequence.join(log_prob, len(packed.target))
+        entropy = None if entropy is None else sequence.join(entropy, len(packed.target))
     return packed.to_grid(log_prob), None if entropy is None else packed.to_grid(entropy)

@@ -43,8 +43,12 @@ class ModelSettings:
     Attributes:
         attention: ``auto`` for packed attention where the model can, else the implementation's name in transformers.
         lora: train adapters only; None: train all weights.
+        checkpoint_every: with gradient checkpointing, every so many layers recompute.
+        quantization: of the frozen linear layers under adapters: ``nf4``, ``int8`` or None.
+        param_offload: the weights lie in host memory outside the role's phases (CUDA, reference and critic).
         compile_layers: compile the decoder layers (CUDA).
         kernel: the packed attention to try first: ``sdpa``, ``varlen`` or ``flash_attn``.
+        custom_class: file and name of a value model class of the user's own.
     """
 
     path: str
@@ -55,8 +59,12 @@ class ModelSettings:
     trust_remote_code: bool = False
     override_config: dict[str, Any] = field(default_factory=dict)
     gradient_checkpointing: bool = False
+    checkpoint_every: int = 1
+    quantization: str | None = None
+    param_offload: bool = False
     compile_layers: bool = False
     lora: LoraSettings | None = None
+    custom_class: tuple[str, str] | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:

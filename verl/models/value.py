@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedM
 
 from verl.errors import ModelError
 from verl.models.backbone import hidden_states, may_share_prompts, use_packed_attention
+from verl.models.custom_value import CustomValueModel, load_custom_value
 from verl.models.loading import (
     LOAD_ERRORS,
     building_models,
@@ -26,6 +27,7 @@ from verl.models.loading import (
     save_pretrained,
 )
 from verl.models.packing import pack
+from verl.models.sequence_parallel import sequence_of
 from verl.models.settings import ModelSettings
 from verl.notices import notice
 from verl.protocol import DataProto
@@ -59,9 +61,15 @@ class ValueModel(nn.Module):
         if not len(packed.target):
             return torch.zeros(packed.shape, device=head.weight.device)
         hidden = hidden_states(self.model, packed)[packed.source]
+        sequence = sequence_of(self.model)
+        if sequence is not None:
+            hidden = hidden[sequence.share(len(hidden), hidden.device)]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         bias = None if head.bias is None else head.bias.to(wide)
-        return packed.to_grid(nn.functional.linear(hidden.to(wide), head.weight.to(wide), bias)[:, 0])
+        values = nn.functional.linear(hidden.to(wide), head.weight.to(wide), bias)[:, 0]
+        if sequence is not None:
+            values = sequence.join(values, len(packed.target))
+        return packed.to_grid(values)
 
     def save_pretrained(self, folder: str | os.PathLike, tokenizer=None) -> None:
         save_pretrained(self.model, tokenizer, folder)
@@ -71,8 +79,13 @@ class ValueModel(nn.Module):
             )
 
 
-def load_value_model(settings: ModelSettings) -> ValueModel:
-    """Load a critic from a policy's folder (fresh zero head, with a notice) or from one that has a value head."""
+def load_value_model(settings: ModelSettings) -> ValueModel | CustomValueModel:
+    """Load a critic from a policy's folder (fresh zero head, with a notice) or from one that has a value head.
+
+    With ``custom_class`` it is the user's own.
+    """
+    if settings.custom_class is not None:
+        return load_custom_value(settings)
     path = resolve_model_path(settings.path)
     with building_models():
         config = load_config(path, trust_remote_code=settings.trust_remote_code, override=settings.override_config)
@@ -95,7 +108,7 @@ def load_value_model(settings: ModelSettings) -> ValueModel:
         value = value.to(settings.device)
         use_packed_attention(value.model, explicit=settings.attention, kernel=settings.kernel)
     if settings.gradient_checkpointing:
-        enable_gradient_checkpointing(value.model)
+        enable_gradient_checkpointing(value.model, settings.checkpoint_every)
     return value.train()
 
 

@@ -149,5 +149,5 @@ def _decode_metrics(items: list[list[Any]]) -> Any:
     from verl.metrics import Metric, Metrics
 
     bag = Metrics()
-    bag._items.update({name: Metric(value, weight, reduce) for name, value, weight, reduce in items})
+    bag._known.update({name: Metric(value, weight, reduce) for name, value, weight, reduce in items})
     return bag

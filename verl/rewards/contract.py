@@ -161,11 +161,13 @@ def normalise_result(value: Any, *, take_first: bool = False) -> RewardResult:
     """What one returned value means.
 
     A number (int, bool, numpy scalar, 0-d array or tensor) is the score, with extra info ``{"acc": score}``. A mapping
-    needs the key ``score``; all its keys are extra info. None means "no opinion". ``take_first`` accepts the first
+    needs the key ``score``; all its keys are extra info. A RewardResult is itself. None means "no opinion". ``take_first`` accepts the first
     element of a tuple or list (built-in scorers only). Anything else, NaN and infinities give a result with ``error``.
     """
     if value is None:
         return RewardResult(None)
+    if isinstance(value, RewardResult):
+        return value
     if isinstance(value, Mapping):
         if "score" not in value:
             keys = _quoted(str(k)[:40] for k in list(value)[:10])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from verl.errors import RolloutError
+from verl.metrics import Metrics
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -26,6 +27,14 @@ class SamplingParams:
         stop: strings that end a response; the token that completes one is the last of the response.
         stop_token_ids: ids that end a response, besides the model's eos ids; they are part of it.
         ignore_eos: eos ids do not end a response.
+        repetition_penalty: logits of tokens that the prompt or the response holds already are divided by this where
+            they are positive and multiplied by it elsewhere (Keskar et al. 2019), before the temperature; 1 = none.
+        min_tokens: before so many tokens are written, ids that would end the response are not drawn, and a stop
+            string does not end it.
+
+    The trainer's forward knows nothing of penalty, minimum and filters: what it compares with are the log-probs under
+    softmax(logits / temperature), :attr:`Completion.log_probs`. Those under the distribution really drawn from are
+    :attr:`Completion.sampled_log_probs`.
     """
 
     max_tokens: int
@@ -36,6 +45,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -51,6 +62,12 @@ class SamplingParams:
                 f"Sampling needs temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1 and top_k -1 or > 0; "
                 f"got {self.temperature}, {self.top_p}, {self.min_p}, {self.top_k}."
             )
+        if not self.repetition_penalty > 0:
+            raise RolloutError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1: none).")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise RolloutError(
+                f"min_tokens is {self.min_tokens}; it must be between 0 and max_tokens ({self.max_tokens})."
+            )
 
     @property
     def greedy(self) -> bool:
@@ -59,7 +76,12 @@ class SamplingParams:
     @property
     def filtered(self) -> bool:
         """True if the sampled distribution is not the plain temperature distribution."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.adjusted)
+
+    @property
+    def adjusted(self) -> bool:
+        """True if logits depend on what was written: by a repetition penalty, or a minimal length."""
+        return self.repetition_penalty != 1 or self.min_tokens > 0
 
 
 @dataclass(frozen=True)
@@ -78,8 +100,11 @@ class Completion:
 
     Attributes:
         token_ids: (L,) int64; log_probs: (L,) float32 under softmax(logits / temperature) (temperature 1 if greedy).
-        sampled_log_probs: (L,) under the distribution really drawn from, where top-k, top-p or min-p cut it; else None.
+        sampled_log_probs: (L,) under the distribution really drawn from, where it is not the plain one; else
+            None (greedy rows too).
         finish_reason: one of ``FINISH_REASONS``.
+        trained: (L,) bool, False at tokens that the policy was given and did not sample (a tool's output); None where
+            it sampled all of them.
     """
 
     request_id: str
@@ -87,6 +112,7 @@ class Completion:
     log_probs: np.ndarray
     finish_reason: str
     sampled_log_probs: np.ndarray | None = None
+    trained: np.ndarray | None = None
     extra: dict[str, object] = field(default_factory=dict)
 
 
@@ -122,8 +148,19 @@ class RolloutEngine(ABC):
     def weights_changed(self) -> None:
         """The weights were written to: forget everything computed from the old ones."""
 
+    def written(self) -> Iterator[tuple[str, list[int], list[float]]]:
+        """(request id, tokens, log-probs so far) of the rows being written, for showing text while it is made.
+
+        The lists are the engine's own and grow. An engine that cannot look into its rows gives none.
+        """
+        return iter(())
+
     def release(self) -> None:  # noqa: B027  (an engine without memory of its own has nothing to give back)
         """Give back memory that is only needed while generating."""
+
+    def take_metrics(self) -> Metrics:
+        """What was measured since the last call."""
+        return Metrics()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Run ``requests`` to the end; results in their order."""

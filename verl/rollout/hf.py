@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -16,19 +16,25 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.errors import RolloutError
 from verl.rollout.base import Completion, Request, RolloutEngine
-from verl.rollout.sampling import draw
-from verl.rollout.stops import has_stop_string
+from verl.rollout.sampling import Written, draw
+from verl.rollout.stops import ends, stop_ids
 
 
 class _Row:
     """One response being written."""
 
-    def __init__(self, request: Request):
+    def __init__(self, request: Request, stops: frozenset[int] = frozenset()):
         self.request = request
+        self.stops = stops
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.sampled: list[float] = []
         self.finish_reason: str | None = None
+
+    def written(self) -> Written:
+        """What its adjusted logits depend on."""
+        ids = np.concatenate([self.request.prompt_ids, np.array(self.tokens, np.int64)])
+        return Written(ids, len(self.tokens), self.stops)
 
     def completion(self) -> Completion:
         sampled = np.array(self.sampled, np.float32) if self.sampled else None
@@ -79,6 +85,10 @@ class HFEngine(RolloutEngine):
     def pending(self) -> int:
         return len(self._waiting) + len(self._finished) + (len(self._wave.rows) if self._wave else 0)
 
+    def written(self) -> Iterator[tuple[str, list[int], list[float]]]:
+        for row in self._wave.rows if self._wave else ():
+            yield row.request.id, row.tokens, row.log_probs
+
     def weights_changed(self) -> None:
         if self._wave:
             raise RolloutError("The weights changed while responses were being written; abort them first.")
@@ -112,7 +122,7 @@ class HFEngine(RolloutEngine):
         params = self._waiting[0].params
         rows: list[_Row] = []
         while self._waiting and len(rows) < self.max_num_seqs and self._waiting[0].params == params:
-            rows.append(_Row(self._waiting.popleft()))
+            rows.append(_Row(self._waiting.popleft(), stop_ids(params, self.eos)))
         keys = [row.request.prompt_ids.tobytes() for row in rows]
         distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         prompts = {key: row.request.prompt_ids for key, row in zip(keys, rows, strict=True)}
@@ -149,23 +159,16 @@ class HFEngine(RolloutEngine):
         """Sample one token for every row, decide which rows are done, and hand those over."""
         seeds = torch.tensor([row.request.seed for row in wave.rows], dtype=torch.int32, device=self.device)
         positions = torch.tensor([len(row.tokens) for row in wave.rows], dtype=torch.int32, device=self.device)
-        tokens, log_probs, sampled = draw(logits, wave.params, seeds, positions)
+        written = [row.written() for row in wave.rows] if wave.params.adjusted else ()
+        tokens, log_probs, sampled = draw(logits, wave.params, seeds, positions, written)
         sampled_list = sampled.tolist() if sampled is not None else None
         for i, (row, token, log_prob) in enumerate(zip(wave.rows, tokens.tolist(), log_probs.tolist(), strict=True)):
             row.tokens.append(token)
             row.log_probs.append(log_prob)
             if sampled_list is not None:
                 row.sampled.append(sampled_list[i])
-            row.finish_reason = self._finish_reason(row)
+            row.finish_reason = ends(self.tokenizer, row.tokens, row.request.params, row.stops)
         self._collect()
-
-    def _finish_reason(self, row: _Row) -> str | None:
-        params, token = row.request.params, row.tokens[-1]
-        if token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
-            return "stop"
-        if params.stop and has_stop_string(self.tokenizer, row.tokens, params.stop):
-            return "stop"
-        return "length" if len(row.tokens) >= params.max_tokens else None
 
     def _collect(self) -> None:
         """Move finished rows out of the wave, with their cache entries."""

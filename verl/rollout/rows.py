@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from verl.metrics import Metrics
 from verl.protocol import DataProto
 from verl.rollout.base import Completion, Request, RolloutEngine, SamplingParams, request_seed
 
@@ -32,24 +33,26 @@ def sample_rows(
 ) -> DataProto:
     """The padded sample batch of finished requests (frame "sample").
 
-    ``response_mask`` marks exactly the tokens that the engine returned: it comes from their number, never from ids,
-    as the pad token may equal an eos token.
+    ``response_mask`` marks exactly the tokens that the policy sampled: it comes from their number (or from the
+    completion's ``trained``), never from ids, as the pad token may equal an eos token.
     """
     rows = len(requests)
     prompts = np.full((rows, prompt_width), pad_id, np.int64)
     responses = np.full((rows, response_width), pad_id, np.int64)
     attention = np.zeros((rows, prompt_width + response_width), np.int64)
+    sampled = np.zeros((rows, response_width), np.int64)
     log_probs = np.zeros((rows, response_width), np.float32)
     for i, (request, done) in enumerate(zip(requests, completions, strict=True)):
         p, r = len(request.prompt_ids), len(done.token_ids)
         prompts[i, prompt_width - p :] = request.prompt_ids
         responses[i, :r] = done.token_ids
         attention[i, prompt_width - p : prompt_width + r] = 1
+        sampled[i, :r] = 1 if done.trained is None else done.trained
         log_probs[i, :r] = done.log_probs
     tensors = {
         "prompts": prompts,
         "responses": responses,
-        "response_mask": attention[:, prompt_width:].copy(),
+        "response_mask": sampled,
         "input_ids": np.concatenate([prompts, responses], 1),
         "attention_mask": attention,
         "position_ids": np.maximum(attention.cumsum(1) - 1, 0),
@@ -82,3 +85,11 @@ def stream_rows(
         if engine.pending:
             engine.abort()
             engine.poll()
+
+
+def with_metrics(piece: DataProto, measured: Metrics) -> DataProto:
+    """The piece, with more metrics that travel with it."""
+    if len(measured):
+        known = piece.meta_info.setdefault("metrics", Metrics())
+        known.merge(measured)
+    return piece

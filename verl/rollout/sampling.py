@@ -10,6 +10,11 @@ Dimension key: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -34,9 +39,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# The noise lies between -2.82 and 16.64 (u from 0.5 to 2**23 - 0.5 in units of 2**-23), so a token whose logit is
-# further than this below the best one cannot win.
-NOISE_SPAN = 19.5
+NEAR = 4.0  # tokens whose logit is less than this below the best one have their noise computed in any case
 CPU_ROWS = 2  # rows that a CPU handles together: their intermediate values stay in its cache
 
 
@@ -65,25 +68,51 @@ def gumbel_noise(seed: torch.Tensor, position: torch.Tensor, vocabulary: int) ->
 
 
 def _argmax_with_noise(logits: torch.Tensor, best: torch.Tensor, seed, position) -> torch.Tensor:
-    """(B,) argmax of logits plus noise; ``best`` (B, 1) their maximum. On a CPU only for tokens that can win."""
-    if logits.device.type == "cpu":
-        can_win = (logits >= best - NOISE_SPAN).numpy()
-        counts = np.count_nonzero(can_win, axis=1)
-        if counts.sum() * 4 < can_win.size and counts.all():  # a row of NaN has no candidates
-            places = torch.from_numpy(np.flatnonzero(can_win))  # many times faster than torch's nonzero
-            row = places // logits.shape[1]
-            return _argmax_of_candidates(logits, row, places - row * logits.shape[1], seed, position)
-    return gumbel_noise(seed, position, logits.shape[1]).add_(logits).argmax(-1)
+    """(B,) argmax of logits plus noise; ``best`` (B, 1) their maximum."""
+    if logits.device.type != "cpu" or not bool(torch.isfinite(best).all()):
+        return gumbel_noise(seed, position, logits.shape[1]).add_(logits).argmax(-1)
+    row_bits = _row_bits(seed, position).numpy().view(np.uint32)
+    scratch = np.empty((2, logits.shape[1]), np.uint32)
+    rows = zip(logits.numpy(), best[:, 0].tolist(), row_bits, strict=True)
+    return torch.tensor([_argmax_of_candidates(*row, scratch) for row in rows])
 
 
-def _argmax_of_candidates(logits, row, token, seed, position) -> torch.Tensor:
-    """The same argmax over the (row, token) pairs alone, which are in order; every row has at least one."""
-    values = logits[row, token] + _gumbel(_mix(_row_bits(seed, position)[row] ^ _token_bits(token)))
-    counts = torch.bincount(row, minlength=len(logits))
-    starts = counts.cumsum(0) - counts
-    table = values.new_full((len(logits), int(counts.max())), float("-inf"))
-    table[row, torch.arange(len(row)) - starts[row]] = values
-    return token[starts + table.argmax(-1)]
+def _argmax_of_candidates(logits: np.ndarray, best: float, row_bits: np.uint32, scratch: np.ndarray) -> int:
+    """The same argmax of one row, with noise computed only for tokens that can win.
+
+    These are the tokens near the best logit, and those whose noise makes up for being further away. The latter are
+    found by a bound on the hash itself, before its last step, which leaves the upper half of the bits alone.
+    """
+    bits, shifted = scratch
+    np.bitwise_xor(_cpu_token_bits(len(logits)), row_bits, out=bits)
+    for shift, prime in ((16, _PRIME_1), (15, _PRIME_2)):
+        np.right_shift(bits, np.uint32(shift), out=shifted)
+        np.bitwise_xor(bits, shifted, out=bits)
+        np.multiply(bits, np.uint32(prime), out=bits)
+    near = np.flatnonzero(logits >= best - NEAR)
+    perturbed = logits[near] + _gumbel_of_bits(bits[near])
+    top = float(perturbed.max())
+    # a token further than NEAR below the best logit wins only with noise above this; the margin covers rounding
+    noise = min(top - best + NEAR - 1e-3 - 1e-6 * abs(best), 17.0)
+    least = max(0, int(math.exp(-math.exp(-noise)) * 2.0**32) - 1024) >> 16 << 16
+    far = np.flatnonzero(bits >= np.uint32(least))
+    others = logits[far] + _gumbel_of_bits(bits[far])
+    if not len(others) or others.max() < top:
+        return int(near[perturbed.argmax()])
+    return int(far[others.argmax()])  # near tokens with noise above the bound are among these
+
+
+def _gumbel_of_bits(bits: np.ndarray) -> np.ndarray:
+    """float32 noise of uint32 ``bits`` that lack the hash's last step."""
+    bits = bits ^ (bits >> np.uint32(16))
+    uniform = ((bits >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+    return -np.log(-np.log(uniform))
+
+
+@functools.lru_cache(maxsize=4)
+def _cpu_token_bits(vocabulary: int) -> np.ndarray:
+    """(V,) uint32 of hashed token ids; only read."""
+    return _token_bits(torch.arange(vocabulary, dtype=torch.int32)).numpy().view(np.uint32)
 
 
 def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -105,13 +134,45 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return logits
 
 
+@dataclass(frozen=True)
+class Written:
+    """What adjusted logits of a row depend on: its ``ids`` (prompt and response so far), the number of response
+    ``tokens`` among them, and the ids that would end it."""
+
+    ids: np.ndarray
+    tokens: int
+    stops: frozenset[int]
+
+
+def adjust_logits(logits: torch.Tensor, params: SamplingParams, rows: Sequence[Written]) -> torch.Tensor:
+    """(B, V) float logits with the repetition penalty, and without the ids that may not end a row yet; a copy."""
+    logits = logits.clone()
+    for row, written in zip(logits, rows, strict=True):
+        if params.repetition_penalty != 1:
+            ids = torch.from_numpy(written.ids).to(row.device)
+            row[ids] = penalised(row[ids], params.repetition_penalty)
+        if written.tokens < params.min_tokens and written.stops:
+            row[torch.tensor(sorted(written.stops), device=row.device)] = float("-inf")
+    return logits
+
+
+def penalised(logits: torch.Tensor, penalty: float | torch.Tensor) -> torch.Tensor:
+    """Logits of tokens that were written already."""
+    return torch.where(logits > 0, logits / penalty, logits * penalty)
+
+
 def draw(
-    logits: torch.Tensor, params: SamplingParams, seed: torch.Tensor, position: torch.Tensor
+    logits: torch.Tensor,
+    params: SamplingParams,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    rows: Sequence[Written] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Choose one token a row.
 
     Args:
         logits: (B, V) of the model. seed, position: (B,) int32.
+        rows: what each row has written, where ``params.adjusted``.
 
     Returns:
         (B,) ids; (B,) float32 log-probs under the plain temperature distribution; (B,) log-probs under the filtered
@@ -119,9 +180,9 @@ def draw(
     """
     if logits.device.type == "cpu" and len(logits) > CPU_ROWS:
         cuts = [slice(i, i + CPU_ROWS) for i in range(0, len(logits), CPU_ROWS)]
-        pieces = [_draw(logits[c], params, seed[c], position[c]) for c in cuts]
+        pieces = [_draw(logits[c], params, seed[c], position[c], rows[c]) for c in cuts]
     else:
-        pieces = [_draw(logits, params, seed, position)]
+        pieces = [_draw(logits, params, seed, position, rows)]
     tokens, log_probs, sampled = zip(*pieces, strict=True)
     return torch.cat(tokens), torch.cat(log_probs), torch.cat(sampled) if params.filtered else None
 
@@ -131,16 +192,24 @@ def _log_sum_exp(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
     return (logits - best).exp_().sum(-1).log_().add_(best[:, 0])
 
 
-def _draw(logits: torch.Tensor, params: SamplingParams, seed: torch.Tensor, position: torch.Tensor):
-    scaled = logits.float()
-    if not params.greedy and params.temperature != 1.0:
-        scaled = scaled / params.temperature
+def _draw(logits: torch.Tensor, params: SamplingParams, seed: torch.Tensor, position: torch.Tensor, rows):
+    raw = logits.float()
+    warm = not params.greedy and params.temperature != 1.0
+    scaled = raw / params.temperature if warm else raw
     top = scaled.amax(-1, keepdim=True)
     plain = _log_sum_exp(scaled, top)
+    allowed = scaled
+    if params.adjusted:
+        allowed = adjust_logits(raw, params, rows)
+        allowed = allowed / params.temperature if warm else allowed
+        top = allowed.amax(-1, keepdim=True)
     if params.greedy:
-        return scaled.argmax(-1), top[:, 0] - plain, None
-    allowed = filter_logits(scaled, params) if params.filtered else scaled
-    token = _argmax_with_noise(allowed, top, seed, position)
+        token = allowed.argmax(-1)
+    else:
+        allowed = filter_logits(allowed, params) if params.filtered else allowed
+        token = _argmax_with_noise(allowed, top, seed, position)
     chosen = scaled.gather(1, token[:, None])[:, 0]
-    filtered = chosen - _log_sum_exp(allowed, top) if params.filtered else None
+    filtered = None
+    if params.filtered:
+        filtered = allowed.gather(1, token[:, None])[:, 0] - _log_sum_exp(allowed, top)
     return token, chosen - plain, filtered

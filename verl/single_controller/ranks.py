@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from verl.comm import CommAbortedError, ThreadComm
-from verl.errors import DataflowError
 
 _DONE = object()
 
@@ -131,28 +130,3 @@ class _Running:
         causes = [error for error in self.failures if not isinstance(error, CommAbortedError)]
         if causes or (self.failures and not closed):
             raise (causes or self.failures)[0]
-
-
-class Turns:
-    """One call at a time on a group; a stream holds its turn until it ends."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._holder: str | None = None
-        self._streaming = False
-
-    def take(self, label: str, streaming: bool = False) -> None:
-        """Wait for the turn. Behind a stream there is no waiting (its consumer may be the caller): DataflowError."""
-        with self._condition:
-            while self._holder is not None:
-                if self._streaming:
-                    raise DataflowError(
-                        f"{label} was called while the group still streams {self._holder}: finish or close the stream"
-                    )
-                self._condition.wait()
-            self._holder, self._streaming = label, streaming
-
-    def give_back(self) -> None:
-        with self._condition:
-            self._holder = None
-            self._condition.notify_all()

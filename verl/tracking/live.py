@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,16 @@ _NARROW = 60  # columns; below this the display keeps to the bar and the numbers
 
 
 def is_interactive(stream: TextIO) -> bool:
-    """Whether a live display makes sense: a real terminal that understands cursor movements."""
-    return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+    """Whether a live display makes sense: a real terminal that understands cursor movements, and Unicode."""
+    unicode = (stream.encoding or "utf-8").lower().startswith("utf")  # escapes of "█" would break the lines
+    return stream.isatty() and unicode and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def in_notebook() -> bool:
+    """Whether output goes to cells of a notebook, where nothing can be drawn over."""
+    ipython = sys.modules.get("IPython")  # a notebook's process has loaded it
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -6,11 +6,13 @@ import base64
 import functools
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.errors import MissingDependencyError
 from verl.tracking.jsonl import jsonable, write_atomic
+from verl.tracking.report_compare import comparison_data
 from verl.tracking.report_data import report_data
 from verl.tracking.run_dir import RunDirectory
 
@@ -24,20 +26,38 @@ def write_report(run_dir: RunDirectory | str | Path) -> Path:
     nothing. All texts of the run are data for its script and are shown as text, whatever they contain.
     """
     folder = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
-    data = report_data(folder)
+    path = folder.path / "report.html"
+    write_atomic(path, report_page("report", report_data(folder)))
+    return path
+
+
+def write_comparison(run_dirs: Sequence[str | Path], path: str | Path) -> Path:
+    """Write one page that compares runs: curves over each other, numbers, samples, and where their configs differ."""
+    path = Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, report_page("compare", comparison_data([RunDirectory(folder) for folder in run_dirs])))
+    return path
+
+
+def report_page(kind: str, data: dict[str, Any]) -> bytes:
+    """The page "report" (of one run) or "compare" over its data. With ``data["live"]`` it asks its server for news."""
     page = _fill(
-        (_ASSETS / "report.html").read_text(encoding="utf-8"),
+        asset(f"{kind}.html"),
         {
+            "CONNECT": "; connect-src 'self'" if data.get("live") else "",
             "TITLE": _escape(data["title"]),
-            "STYLE": (_ASSETS / "report.css").read_text(encoding="utf-8"),
+            "STYLE": asset("report.css"),
             "DATA": script_json(data),
             "PLOTLY": _plotly(),
-            "SCRIPT": "\n".join((_ASSETS / name).read_text(encoding="utf-8") for name in ("charts.js", "page.js")),
+            "SCRIPT": "\n".join(map(asset, ("charts.js", "page.js", f"{kind}.js"))),
         },
     )
-    path = folder.path / "report.html"
-    write_atomic(path, page.encode("utf-8", errors="replace"))
-    return path
+    return page.encode("utf-8", errors="replace")
+
+
+def asset(name: str) -> str:
+    """A template, style or script of the pages."""
+    return (_ASSETS / name).read_text(encoding="utf-8")
 
 
 def script_json(data: Any) -> str:

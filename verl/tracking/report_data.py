@@ -21,31 +21,31 @@ def report_data(run_dir: RunDirectory) -> dict[str, Any]:
     """Plain data for the page's script; every number is finite or null."""
     records = run_dir.read_metrics()
     config, environment = run_dir.read_config(), run_dir.read_environment()
-    shown = _thinned(records)
-    samples, total_samples = _sample_rows(run_dir.read_samples())
+    shown = thinned(records)
+    samples, total_samples = sample_rows(run_dir.read_samples())
     return {
         "title": _title(run_dir, config),
-        "facts": _facts(records, config, environment),
+        "facts": run_facts(records, config, environment),
         "tiles": _tiles(records),
         "steps": [record["step"] for record in shown],
         "panels": chart_panels(shown),
         "phases": _phase_columns(shown),
         "samples": samples,
         "total_samples": total_samples,
-        "config": {key: _text(value) for key, value in flatten(config).items()},
+        "config": {key: value_text(value) for key, value in flatten(config).items()},
         "environment": {
-            key: _text(value) for key, value in flatten(environment).items() if value not in (None, [], {})
+            key: value_text(value) for key, value in flatten(environment).items() if value not in (None, [], {})
         },
         "notices": [_notice(line) for line in run_dir.read_notices()],
         "written": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
     }
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(map(_text, value))
+        return ", ".join(map(value_text, value))
     if isinstance(value, dict):
-        return ", ".join(f"{key}: {_text(item)}" for key, item in value.items()) or "{}"
+        return ", ".join(f"{key}: {value_text(item)}" for key, item in value.items()) or "{}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -60,7 +60,7 @@ def _title(run_dir: RunDirectory, config: dict[str, Any]) -> str:
     return " / ".join(str(name) for name in names if name) or run_dir.path.resolve().name
 
 
-def _facts(records: list[dict[str, Any]], config: dict[str, Any], environment: dict[str, Any]) -> list[list[str]]:
+def run_facts(records: list[dict[str, Any]], config: dict[str, Any], environment: dict[str, Any]) -> list[list[str]]:
     """Label and text of the line under the title; what is not known is left out."""
     model = config_value(config, "actor_rollout_ref.model.path", "model.path", "model.partial_pretrain")
     gpus = environment.get("gpus") or []
@@ -71,7 +71,7 @@ def _facts(records: list[dict[str, Any]], config: dict[str, Any], environment: d
     last = records[-1]["step"] if records else 0
     facts = [
         ("model", str(model).rstrip("/").rsplit("/", 1)[-1] if model else None),
-        ("algorithm", config_value(config, "algorithm.adv_estimator", "algorithm.name")),
+        ("algorithm", config_value(config, "algorithm.name", "algorithm.adv_estimator")),
         ("device", device),
         ("steps", f"{last} of {total}" if total and last != total else str(last)),
         ("training time", _spent(records)),
@@ -114,16 +114,16 @@ def _tiles(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _tile(label: str, before: float, after: float, kind: str, better: int, runs: int) -> dict[str, Any]:
-    values = {"before": _finite(before) if runs > 1 else None, "after": _finite(after)}
+    values = {"before": finite(before) if runs > 1 else None, "after": finite(after)}
     return {"label": label, "kind": kind, "better": better, **values}
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
 
 
 # -- curves -----------------------------------------------------------------------------------------------------------
-def _thinned(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def thinned(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """At most about MAX_POINTS records, evenly spaced; those with validation results are always kept."""
     stride = math.ceil(len(records) / MAX_POINTS)
     if stride <= 1:
@@ -136,13 +136,13 @@ def _phase_columns(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Seconds of each phase at each step, the largest phase first."""
     per_record = [headline.phases(record) for record in records]
     names = list(dict.fromkeys(name for phases in per_record for name in phases))
-    columns = [{"name": name, "y": [_finite(phases.get(name)) for phases in per_record]} for name in names]
+    columns = [{"name": name, "y": [finite(phases.get(name)) for phases in per_record]} for name in names]
     return sorted(columns, key=lambda column: -sum(value or 0 for value in column["y"]))
 
 
 # -- samples ----------------------------------------------------------------------------------------------------------
-def _sample_rows(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """The rows for the page and how many there were; beyond MAX_SAMPLE_BYTES every k-th row of the run is left."""
+def sample_rows(rows: list[dict[str, Any]], most_bytes: int = MAX_SAMPLE_BYTES) -> tuple[list[dict[str, Any]], int]:
+    """The rows for the page and how many there were; beyond ``most_bytes`` every k-th row of the run is left."""
     size = sum(len(encode_line(row)) for row in rows)
-    stride = math.ceil(size / MAX_SAMPLE_BYTES)
+    stride = math.ceil(size / most_bytes)
     return (rows[::stride] if stride > 1 else rows), len(rows)

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from verl.errors import ConfigError, VerlError
 from verl.notices import add_sink, seen
+from verl.tracking.diagnosis import Watch
 from verl.tracking.jsonl import number
 from verl.tracking.loggers import BUILDERS, check_names
 from verl.tracking.loggers.base import Console, Logger, RunInfo
@@ -25,15 +26,17 @@ STYLES = ("auto", "live", "line", "verl_steps", "rl_trainer")
 def make_console(style: str, info: RunInfo, stream: TextIO) -> Console:
     """The console of a style.
 
-    ``auto`` is ``live`` in an interactive terminal and ``line`` elsewhere; ``live`` in a pipe is one short line a step;
+    ``auto`` is ``live`` in an interactive terminal or a notebook and ``line`` elsewhere; ``live`` in a pipe or a
+    notebook is one short line a step;
     ``line`` is verl's ``step:N - key:value``; ``verl_steps`` and ``rl_trainer`` are ``[INFO]`` lines of the phases.
     """
     if style not in STYLES:
         raise ConfigError(f"unknown console style {style!r}; there are {', '.join(STYLES)}")
     if style in ("auto", "live"):
-        from verl.tracking.live import LiveConsole, is_interactive
+        from verl.tracking.live import LiveConsole, in_notebook, is_interactive
 
-        return LiveConsole(info, stream) if style == "live" or is_interactive(stream) else LineConsole(info, stream)
+        for_people = style == "live" or is_interactive(stream) or in_notebook()
+        return LiveConsole(info, stream) if for_people else LineConsole(info, stream)
     return {"line": LineConsole, "verl_steps": VerlStepsConsole, "rl_trainer": RLTrainerConsole}[style](info, stream)
 
 
@@ -72,6 +75,7 @@ class Tracker:
         self.info = dataclasses.replace(info or RunInfo(), config=plain_config(config), folder=run_dir.path)
         self._max_failures = max_failures
         self._failures: dict[str, int] = {}
+        self._watch = Watch()
         self._console: Console | None = None
         if "console" in names:
             self._console = make_console(style, self.info, stream or sys.stdout)
@@ -106,12 +110,17 @@ class Tracker:
 
     # -- the record -----------------------------------------------------------------------------------------------
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics of ``step`` (a :class:`verl.metrics.Metrics` or a dict of numbers) everywhere."""
+        """Log the metrics of ``step`` (a :class:`verl.metrics.Metrics` or a dict of numbers) everywhere.
+
+        What they show to go wrong is said once (:mod:`verl.tracking.diagnosis`).
+        """
         plain = {}
         for name, value in metrics.items():
             plain[name] = number(value) if isinstance(value, (bool, int, float)) else float(value)
         for logger in list(self._loggers):
             self._guarded(logger, lambda logger=logger: logger.log(plain, step))
+        for finding in self._watch.observe(step, plain):
+            self.notice(finding.text)
 
     def samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Record and show sample generations (rows of :func:`verl.tracking.samples.sample_row`)."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
 
 from verl.metrics import Metrics
+
+if TYPE_CHECKING:
+    from verl.train_engine.fsdp_module import ShardedModule
 
 Micro = TypeVar("Micro")
 # forward a micro-batch through the module; the returned loss is its share of the step's loss: they are summed
@@ -33,10 +36,12 @@ class TrainEngine(ABC):
     Attributes:
         module: the model whose parameters are the live weights; their storage never moves.
         version: grows by one at every write to the weights.
+        lockstep: where weights are spread over ranks: through it all ranks make their passes together; else None.
     """
 
     module: nn.Module
     version: int
+    lockstep: ShardedModule | None = None
 
     @abstractmethod
     def train_step(self, micro_batches: Sequence[Micro], loss_of: LossOf) -> StepReport:

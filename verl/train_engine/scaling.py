@@ -38,10 +38,14 @@ class LossScaler:
             self.scale = min(HIGHEST, self.scale * 2)
 
     def state(self) -> torch.Tensor:
-        """(2,) scale and number of good steps."""
-        return torch.tensor([self.scale, self.good_steps], dtype=torch.float64)
+        """(2,) scale and number of good steps; zeros from a run that scales nothing."""
+        return torch.tensor([self.scale, self.good_steps] if self.enabled else [0.0, 0.0], dtype=torch.float64)
 
     def load(self, state: torch.Tensor) -> None:
-        """Take a :meth:`state` over, if this run scales losses too."""
-        if self.enabled:
-            self.scale, self.good_steps = float(state[0]), int(state[1])
+        """Take a :meth:`state` over, if both that run and this one scale losses.
+
+        A run that did not may also have written scale 1 and no good step.
+        """
+        scale, good_steps = float(state[0]), int(state[1])
+        if self.enabled and (scale > 1.0 or good_steps > 0):
+            self.scale, self.good_steps = scale, good_steps

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,34 +15,13 @@ from verl.notices import notice
 from verl.train_engine.base import LossOf, Micro, StepReport, TrainEngine
 from verl.train_engine.master import MasterWeights
 from verl.train_engine.memory import MemoryShortageError, RandomState, is_out_of_memory, memory_numbers
+from verl.train_engine.optimizers import OptimizerSettings, is_of, make_optimizer, restore_state, state_tensors
+from verl.train_engine.saved import StatePiece
 from verl.train_engine.scaling import LossScaler
 from verl.train_engine.schedule import lr_factor
 
-OPTIMIZERS = ("adamw", "sgd")
 LEARNED = ("update", "forward")
 """Phases whose token budgets memory may lower."""
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """Optimizer, schedule and guards of one role. Steps of the schedule are training steps.
-
-    ``offload``: masters, gradient sums and moments lie in host memory, and the optimizer runs on the CPU.
-    """
-
-    lr: float
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    kind: str = "adamw"
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    total_steps: int = 0
-    min_lr_ratio: float = 0.0
-    num_cycles: float = 0.5
-    grad_clip: float = 1.0
-    max_nonfinite_steps: int = 5
-    offload: bool = False
 
 
 class TorchEngine(TrainEngine):
@@ -62,19 +41,12 @@ class TorchEngine(TrainEngine):
         self.skipped_in_a_row = 0
         self.skipped_total = 0
         self.learned_tokens = dict.fromkeys(LEARNED, 0)
-        self.weights = MasterWeights(module, offload=settings.offload)
+        self.weights = self._make_weights()
         self.scaler = LossScaler(any(p.dtype == torch.float16 for p in self.weights.live.values()))
-        self.optimizer = self._make_optimizer()
+        self.optimizer = make_optimizer(self.weights.masters.values(), settings)
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        s = self.settings
-        parameters = list(self.weights.masters.values())
-        if s.kind == "sgd":
-            return torch.optim.SGD(parameters, lr=s.lr, weight_decay=s.weight_decay)
-        fused = parameters[0].device.type in ("cpu", "cuda")
-        return torch.optim.AdamW(
-            parameters, lr=s.lr, betas=s.betas, eps=s.eps, weight_decay=s.weight_decay, fused=fused or None
-        )
+    def _make_weights(self) -> MasterWeights:
+        return MasterWeights(self.module, offload=self.settings.offload)
 
     @property
     def lr(self) -> float:
@@ -95,18 +67,18 @@ class TorchEngine(TrainEngine):
             while True:
                 metrics, gradients = self._sum_gradients(micro_batches, loss_of, random)
                 norm = self._clip(gradients)
-                if torch.isfinite(norm) or not self.scaler.lower():
+                if math.isfinite(norm) or not self.scaler.lower():
                     break
                 self.weights.discard_gradients()
                 random.restore()
             lr = self.lr
-            if torch.isfinite(norm):
+            if math.isfinite(norm):
                 self._apply(lr)
                 self.scaler.step_succeeded()
             else:
                 self.scaler.scale = scale  # no scale helped: it is not to blame
                 self._skip()
-            return StepReport(float(norm), lr, not bool(torch.isfinite(norm)), metrics)
+            return StepReport(norm, lr, not math.isfinite(norm), metrics)
         finally:
             self.weights.discard_gradients()
 
@@ -143,12 +115,15 @@ class TorchEngine(TrainEngine):
         return metrics, gradients
 
     @torch.no_grad()
-    def _clip(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Scale the gradients in place to at most ``grad_clip``; returns the norm before that."""
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
+    def _clip(self, gradients: list[torch.Tensor]) -> float:
+        """Scale the gradients in place to at most ``grad_clip``; returns the norm before that.
+
+        Reading the norm is where the host waits for the device, once in a step.
+        """
+        norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
         limit = self.settings.grad_clip
-        if limit > 0 and torch.isfinite(norm) and norm > limit:
-            torch._foreach_mul_(gradients, float(limit / norm))
+        if limit > 0 and math.isfinite(norm) and norm > limit:
+            torch._foreach_mul_(gradients, limit / norm)
         return norm
 
     def _apply(self, lr: float) -> None:
@@ -162,8 +137,8 @@ class TorchEngine(TrainEngine):
             device = next(iter(self.weights.masters.values())).device
             raise TrainingError(
                 f"Out of memory in the optimizer step ({memory_numbers(device)}): the optimizer's state does not fit. "
-                "Set optim.offload=true or optim.optimizer=SGD, train adapters only (model.lora_rank=16), or take a "
-                "smaller model."
+                "Set optim.optimizer=AdamW8bit or optim.offload=true, train adapters only (model.lora_rank=16), or "
+                "take a smaller model."
             ) from error
         self.weights.publish()
         self.version += 1
@@ -191,13 +166,19 @@ class TorchEngine(TrainEngine):
         for name, master in self.weights.named():
             if master is not self.weights.live[name]:
                 state[f"master/{name}"] = master.detach()
-            for slot, value in self.optimizer.state.get(master, {}).items():
-                state[f"optimizer/{slot}/{name}"] = value if torch.is_tensor(value) else torch.tensor(value)
-        state["loss_scale"] = self.scaler.state()
+            for slot, value in state_tensors(self.optimizer, master).items():
+                state[f"optimizer/{slot}/{name}"] = value
+        return state | self._small_state()
+
+    def state_pieces(self) -> dict[str, StatePiece]:
+        """What this rank writes of :meth:`state_dict`: all of it, once."""
+        whole = self.state_dict() if self.comm.rank == 0 else {}
+        return {name: StatePiece.whole(tensor) for name, tensor in whole.items()}
+
+    def _small_state(self) -> dict[str, torch.Tensor]:
         counters = [self.version, self.scheduled_steps, self.skipped_in_a_row, self.skipped_total]
         counters += [self.learned_tokens[phase] for phase in LEARNED]
-        state["counters"] = torch.tensor(counters, dtype=torch.int64)
-        return state
+        return {"loss_scale": self.scaler.state(), "counters": torch.tensor(counters, dtype=torch.int64)}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -211,15 +192,16 @@ class TorchEngine(TrainEngine):
                     "the model; was the run started with another model?"
                 )
             p.copy_(saved)
-        slots = {key.split("/")[1] for key in state if key.startswith("optimizer/")}
+        slots = self._slots_in(state)
         for name, master in self.weights.named():
             if master is not self.weights.live[name]:
                 # a run in fp32 wrote no master apart from its live weights
                 master.copy_(state.get(f"master/{name}", state[f"live/{name}"]))
-            for slot in slots:
-                value = state.get(f"optimizer/{slot}/{name}")
-                if value is not None:
-                    self._restore_slot(master, slot, value)
+            saved = {slot: state[key] for slot in slots if (key := f"optimizer/{slot}/{name}") in state}
+            restore_state(self.optimizer, self.settings.kind, master, saved)
+        self._load_small_state(state)
+
+    def _load_small_state(self, state: Mapping[str, torch.Tensor]) -> None:
         counters = state["counters"].tolist()
         self.version, self.scheduled_steps, self.skipped_in_a_row, self.skipped_total = counters[:4]
         # states from before there were these had the four counters only
@@ -228,7 +210,13 @@ class TorchEngine(TrainEngine):
             self.scaler.load(state["loss_scale"])
         self.version += 1  # a load is a write
 
-    def _restore_slot(self, master: torch.Tensor, slot: str, value: torch.Tensor) -> None:
-        """Moments follow their weight's device and type; the step counter stays the small fp32 tensor that it is."""
-        moment = value.shape == master.shape and slot != "step"
-        self.optimizer.state[master][slot] = value.to(master.device, master.dtype if moment else value.dtype, copy=True)
+    def _slots_in(self, state: dict[str, torch.Tensor]) -> set[str]:
+        """The optimizer's slots in a saved state; none, with a notice, if they are another optimizer's."""
+        slots = {key.split("/")[1] for key in state if key.startswith("optimizer/")}
+        if is_of(self.settings.kind, slots):
+            return slots
+        notice(
+            f"The checkpoint was written with another optimizer than {self.settings.kind} (its state has "
+            f"{', '.join(sorted(slots))}): weights and schedule go on, the moments start afresh."
+        )
+        return set()

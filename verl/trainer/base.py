@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint import CheckpointStore, only_run
-from verl.config import Config, to_dict
+from verl.config import Config, processes, to_dict
 from verl.dataflow import Dataflow, FlowSet
 from verl.dataflow.executor import StepResult
 from verl.dataflow.flow import Batch
 from verl.errors import ConfigError
+from verl.hardware import machine_memory_bytes
+from verl.hardware.memory_watch import MemoryWatch, resident_bytes
 from verl.metrics import Metrics
 from verl.notices import notice
 from verl.protocol import DataProto
 from verl.tracking import RunDirectory, RunInfo, Tracker, step_metrics, write_report
-from verl.trainer.build import Plan, prepare
+from verl.trainer.build import Plan
 from verl.trainer.evaluation import Evaluation
 from verl.trainer.phases import phase_of, phase_seconds
-from verl.trainer.ppo import ppo
-from verl.trainer.roles import Roles, build_roles
+from verl.trainer.placement import devices_described
+from verl.trainer.profiling import FOLDER, StepProfiler
+from verl.trainer.recipe import Recipe, recipe_of
+from verl.trainer.roles import Roles
 from verl.trainer.runstate import restore, save
 from verl.trainer.samples import sample_rows
 from verl.trainer.settings import algorithm_name
@@ -40,7 +44,7 @@ class Trainer:
         style: of the console, see :class:`verl.tracking.Tracker`.
         callbacks: called after every step with the trainer and the step's metrics.
         change_flow: given the training step's dataflow and the roles, returns the dataflow to use: with a node more,
-            or one less. What it returns is checked like any other.
+            or one less. What it returns is checked like any other. SFT steps in between are left as they are.
         stays_open: :meth:`fit` leaves the workers alive, so that one may go on with the trainer; :meth:`close` ends
             them.
 
@@ -63,7 +67,8 @@ class Trainer:
         change_flow: ChangeFlow | None = None,
         stays_open: bool = False,
     ):
-        self.plan: Plan = prepare(config, train_rows=train_rows, validation_rows=validation_rows)
+        self.recipe: Recipe = recipe_of(config, train_rows=train_rows)
+        self.plan: Plan = self.recipe.prepare(config, train_rows=train_rows, validation_rows=validation_rows)
         self.config = self.plan.config
         self.tokenizer, self.loader, self.total_steps = self.plan.tokenizer, self.plan.loader, self.plan.total_steps
         self.style, self.callbacks, self.stays_open = style, callbacks, stays_open
@@ -73,20 +78,24 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # of the last step
         trainer = self.config.trainer
         self.run_dir = RunDirectory(trainer.default_local_dir)
+        self.memory_watch = MemoryWatch(machine_memory_bytes())
+        self.profiler = StepProfiler(
+            trainer.profile_steps,
+            Path(trainer.profile_dir or Path(trainer.default_local_dir) / FOLDER),
+            cuda=self.plan.choice.device.kind == "cuda",
+        )
         self._alone = contextlib.ExitStack()  # until close(): no other process may run in this folder
         self._alone.enter_context(only_run(self.run_dir.path))
         self.store = CheckpointStore(
             Path(trainer.default_local_dir), keep_last=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best
         )
         self.resume_from = self.store.find(trainer.resume_mode, trainer.resume_from_path)
-        self.roles: Roles = build_roles(
-            self.config, self.plan.choice, self.tokenizer, self.plan.prompt_columns, self.total_steps
-        )
-        self.evaluation = Evaluation(self.config, self.roles, self.tokenizer, self.plan.validation)
-        train = ppo(self.roles, self.config, source=self._draw_more)
+        self.roles: Roles = self.recipe.roles(self.plan)
+        self.evaluation: Evaluation = self.recipe.evaluation(self.plan, self.roles)
+        train = list(self.recipe.flows(self.plan, self.roles, self._draw_more))
         if change_flow is not None:
-            train = change_flow(train, self.roles)
-        self.flows = FlowSet({"train": train, **self.evaluation.flows})
+            train[0] = change_flow(train[0], self.roles)
+        self.flows = FlowSet({"train": train, **self.evaluation.flows}, choose=self.recipe.choose)
         self.flows.validate(steps=range(1, min(self.total_steps, 256) + 1))
         if self.resume_from is not None:
             restore(self, self.resume_from)
@@ -114,10 +123,11 @@ class Trainer:
         """Run a flow whose scores count for this step, and with ``commit`` finish the step that it was."""
         started = time.perf_counter()
         self.mid_step = commit
-        self.roles.reward.begin_step()
-        result = flow.run(batch, step, self.config.trainer.executor, self._on_event)
+        self.roles.begin_step()
+        with self.profiler.step(step if commit else 0, self.config.trainer.executor) as executor:
+            result = flow.run(batch, step, executor, self._on_event)
         self.mid_step = False
-        self.roles.reward.end_step()
+        self.roles.end_step()
         if commit:
             self._commit(result, time.perf_counter() - started)
         return result
@@ -175,19 +185,22 @@ class Trainer:
 
     def _measure(self, result: StepResult, seconds: float) -> Metrics:
         """The step's metrics under verl's names."""
-        samples = result.frames["sample"].batch
-        tokens = samples["attention_mask"].sum().item()
-        response = samples["attention_mask"][:, samples["prompts"].shape[1] :].sum().item()
+        held = resident_bytes()
+        if growth := self.memory_watch.after_step(held):
+            notice(growth)
+        response, tokens = self.recipe.tokens(result)
         loops = tuple(name for flow in self.flows.flows["train"] for name in flow.loops)
         phases = {**phase_seconds(result, loops=loops), **self.timings}
         self.timings = {}
         metrics = Metrics()
         metrics.add("training/global_step", result.step, reduce="last")
+        metrics.add("perf/process_memory_gb", held / 1024**3, reduce="max")
         metrics.add("training/epoch", self.loader.epoch, reduce="last")
         metrics.merge(result.metrics)
-        return metrics.merge(step_metrics(phases, int(response), int(tokens), seconds))
+        return metrics.merge(step_metrics(phases, response, tokens, seconds, processes(self.config)))
 
     def _on_event(self, node: str, event: str, info: dict[str, Any]) -> None:
+        self.profiler.event(node, event)
         phase, tracker = phase_of(node), self.tracker
         if tracker is None:
             return
@@ -213,11 +226,13 @@ class Trainer:
         """A few rows of the batch for the record, the user's own prompts, and the dump of all rows if asked for."""
         trainer = self.config.trainer
         assert self.tracker is not None
-        rows = range(min(len(result.frames["sample"]), 8))
-        self.tracker.run_dir.append_samples(
-            sample_rows(result.frames, self.tokenizer, step=self.global_steps, split="train", rows=rows)
-        )
-        if trainer.rollout_data_dir:
+        sampled = self.recipe.sampled(result)
+        if sampled:
+            rows = range(min(len(result.frames["sample"]), 8))
+            self.tracker.run_dir.append_samples(
+                sample_rows(result.frames, self.tokenizer, step=self.global_steps, split="train", rows=rows)
+            )
+        if sampled and trainer.rollout_data_dir:
             self.evaluation.dump(result.frames, trainer.rollout_data_dir, self.global_steps)
         if trainer.sample_prompts and trainer.sample_freq > 0 and self.global_steps % trainer.sample_freq == 0:
             shown = self.evaluation.preview(self.flows, self.global_steps)
@@ -261,7 +276,7 @@ class Trainer:
             experiment=trainer.experiment_name,
             algorithm=algorithm_name(self.config),
             model=str(self.config.actor_rollout_ref.model.path),
-            device=self.plan.choice.device.described,
+            device=devices_described(self.config, self.plan.choice),
             total_steps=self.total_steps,
             resume_step=self.global_steps,
         )

@@ -8,14 +8,18 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from verl.algorithms.registry import load_custom, registered_names
-from verl.config import Config, fit_batch_to_rows, max_sequence_length, resolve, validate
+from verl.config import Config, fit_batch_to_rows, generates, max_sequence_length, resolve, validate
 from verl.data import PromptLoader, build_prompt_dataset, build_train_loader
-from verl.data.loader import RowSource
+from verl.data.collate import collate_prompts
+from verl.data.loader import Collate, RowSource
 from verl.hardware import Choice
 from verl.models.loading import load_config as load_model_config
 from verl.models.loading import load_tokenizer
 from verl.notices import notice
-from verl.trainer.settings import hardware_for
+from verl.rollout.multi_turn import load_environment, schemas_of
+from verl.trainer.groups import cluster_address, workers_choice
+from verl.trainer.placement import check_devices
+from verl.trainer.settings import hardware_for, multi_turn_settings
 
 
 @dataclass
@@ -50,19 +54,41 @@ def prepare(config: Config, *, train_rows=None, validation_rows=None) -> Plan:
         config: as loaded; a resolved copy is in the result.
         train_rows, validation_rows: rows in memory in place of ``data.train_files`` and ``data.val_files``.
     """
+    config, choice, tokenizer = begin(
+        config, need_data=train_rows is None, has_validation=True if validation_rows is not None else None
+    )
+    model = config.actor_rollout_ref.model
+    options = {"seed": config.trainer.seed, "chat_template": model.custom_chat_template}
+    several = multi_turn_settings(config)
+    if several is not None:
+        options["tools"] = schemas_of(load_environment(several))
+    train = build_prompt_dataset(config.data, tokenizer, "train", files=train_rows, **options)
+    validation = None
+    if validation_rows is not None or config.data.val_files:
+        validation = build_prompt_dataset(config.data, tokenizer, "validation", files=validation_rows, **options)
+    else:
+        config.trainer.test_freq = -1  # a notice of validate() has said that it has no effect
+    return plan_of(config, choice, tokenizer, train, validation)
+
+
+def begin(
+    config: Config, *, need_data: bool, has_validation: bool | None
+) -> tuple[Config, Choice, PreTrainedTokenizerBase]:
+    """(resolved configuration, what this machine will use, tokenizer), with all that is wrong before data are read."""
     custom: tuple[str, ...] = ()
     if config.algorithm.custom_path:
         load_custom(config.algorithm.custom_path)
         custom = tuple(name for names in registered_names() for name in names)
     validate(
         config,
-        need_data=train_rows is None,
+        need_data=need_data,
         custom_names=custom,
-        has_validation=True if validation_rows is not None else None,
+        has_validation=has_validation,
     )
     config = resolve(config)
     _seed(config)
-    choice = hardware_for(config)
+    choice = hardware_for(config, workers_choice(config))
+    check_devices(config, choice, cluster_address(config))
     model = config.actor_rollout_ref.model
     _tell_of_context(config)
     tokenizer = load_tokenizer(
@@ -70,17 +96,22 @@ def prepare(config: Config, *, train_rows=None, validation_rows=None) -> Plan:
         trust_remote_code=model.trust_remote_code,
         chat_template=model.custom_chat_template,
     )
-    options = {"seed": config.trainer.seed, "chat_template": model.custom_chat_template}
-    train = build_prompt_dataset(config.data, tokenizer, "train", files=train_rows, **options)
-    validation = None
-    if validation_rows is not None or config.data.val_files:
-        validation = build_prompt_dataset(config.data, tokenizer, "validation", files=validation_rows, **options)
-    else:
-        config.trainer.test_freq = -1  # a notice of validate() has said that it has no effect
+    return config, choice, tokenizer
+
+
+def plan_of(
+    config: Config,
+    choice: Choice,
+    tokenizer: PreTrainedTokenizerBase,
+    train: RowSource,
+    validation: RowSource | None,
+    collate: Collate = collate_prompts,
+) -> Plan:
+    """The plan of a run over these data sets, with its loader."""
     config = resolve(fit_batch_to_rows(config, len(train)))
     steps = config.trainer.total_training_steps
     epochs = None if steps is not None else config.trainer.total_epochs
-    loader = build_train_loader(train, config.data, epochs=epochs, seed=config.trainer.seed)
+    loader = build_train_loader(train, config.data, epochs=epochs, seed=config.trainer.seed, collate=collate)
     total = steps if steps is not None else (loader.total_steps or 0)
     return Plan(config, choice, tokenizer, train, validation, loader, total)
 
@@ -92,8 +123,9 @@ def _tell_of_context(config: Config) -> None:
     context = getattr(about.get_text_config(), "max_position_embeddings", None)
     longest = max_sequence_length(config)
     if isinstance(context, int) and longest > context:
+        keys = "data.max_prompt_length + data.max_response_length" if generates(config) else "data.max_length"
         notice(
-            f"data.max_prompt_length + data.max_response_length is {longest}, more than the {context} positions that "
+            f"{keys} is {longest}, more than the {context} positions that "
             "the model was made for: longer sequences are outside what it knows."
         )
 

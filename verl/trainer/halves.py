@@ -60,6 +60,7 @@ def rollout(trainer: Trainer, prompts: DataProto, *, n: int | None = None, **sam
         columns,
         n or config.actor_rollout_ref.rollout.n,
         replace(train_sampling(config), **sampling),
+        config.actor_rollout_ref.rollout.multi_turn.enable,
     )
     outputs = list(ROLLOUT)
     if config.reward.reward_fn is None and config.reward.custom_reward_function.path is None and not _ruled(prompts):

@@ -8,15 +8,18 @@ import sys
 from verl.cli.run import run_cli
 
 EPILOG = """At least data.train_files=FILE and actor_rollout_ref.model.path=MODEL are needed; docs/config.md lists the
-keys. algorithm.name=grpo (or ppo, dapo, rloo, ...) sets those of an algorithm at once."""
+keys. A name (verl train grpo, ppo, dapo, dpo, kto, sft, rm, ...) sets those of an algorithm at once, as algorithm.name=
+does."""
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The few options that are not Hydra overrides."""
     parser = argparse.ArgumentParser(
-        prog="verl train", description="Train with PPO, GRPO and their kin.", epilog=EPILOG
+        prog="verl train",
+        description="Train with PPO, GRPO and their kin, from preferences, labels or answers.",
+        epilog=EPILOG,
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="algorithm, and Hydra overrides")
     parser.add_argument("--config", metavar="FILE", help="YAML file below the overrides")
     parser.add_argument("--cfg", choices=["job"], help="print the resolved configuration and stop")
     return parser.parse_intermixed_args(argv)
@@ -26,14 +29,15 @@ def main(argv: list[str]) -> int:
     """Run the job that ``argv`` describes; the exit code."""
     arguments = parse(argv)
     from verl.config import job, load_config, resolve
+    from verl.config.overrides import with_algorithm
 
-    config = load_config(arguments.overrides, file=arguments.config)
+    config = load_config(with_algorithm(arguments.overrides), file=arguments.config)
     if arguments.cfg:
         print(job(resolve(config)), end="")
         return 0
-    from verl.trainer.base import Trainer
+    from verl.trainer.restarts import fit_with_restarts
 
-    Trainer(config).fit()
+    fit_with_restarts(config)
     return 0
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from verl.config.presets import PRESETS
+from verl.language import language
+from verl.trainer.quickstart_texts import TEXTS
 
 HIGHEST = 10  # sums of two numbers from 1 to this; a quarter of the pairs is held out
 STEPS = 40
@@ -28,17 +31,15 @@ SETTINGS: dict[str, Any] = {
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="verl quickstart",
-        description="Watch a small language model learn arithmetic by reinforcement learning. Needs no data.",
-        epilog="Any configuration override works too, for example actor_rollout_ref.actor.optim.lr=1e-5",
-    )
-    parser.add_argument("--model", metavar="PATH", help="folder or hub name (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps (default: {STEPS})")
-    parser.add_argument("--algorithm", default="grpo", choices=sorted(PRESETS), help="default: grpo")
-    parser.add_argument("--seed", type=int, default=42, help="of sampling and data order (default: 42)")
-    parser.add_argument("--output", metavar="DIR", help="run folder (default: a new one under runs/)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration overrides")
+    texts = TEXTS[language(argv, os.environ)]
+    parser = argparse.ArgumentParser(prog="verl quickstart", description=texts["description"], epilog=texts["epilog"])
+    parser.add_argument("--model", metavar="PATH", help=texts["model"])
+    parser.add_argument("--steps", type=int, default=STEPS, help=texts["steps"].format(steps=STEPS))
+    parser.add_argument("--algorithm", default="grpo", choices=sorted(PRESETS), help=texts["algorithm"])
+    parser.add_argument("--seed", type=int, default=42, help=texts["seed"])
+    parser.add_argument("--output", metavar="DIR", help=texts["output"])
+    parser.add_argument("--lang", metavar="LANGUAGE", help=texts["lang"])
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=texts["overrides"])
     return parser.parse_intermixed_args(argv)
 
 
@@ -69,10 +70,11 @@ def main(argv: list[str]) -> int:
         validation_rows=arithmetic_task("validation", HIGHEST),
         style="live",
     )
-    _introduce(trainer, folder)
+    texts = TEXTS[language(argv, os.environ)]
+    _introduce(trainer, folder, texts)
     started = time.perf_counter()
     before, after = trainer.fit_with_scores()
-    _conclude(trainer, folder, before, after, time.perf_counter() - started)
+    _conclude(trainer, folder, (before, after), time.perf_counter() - started, texts)
     return 0
 
 
@@ -84,18 +86,21 @@ def _new_folder(algorithm: str) -> Path:
     return folder
 
 
-def _introduce(trainer, folder: Path) -> None:
+def _introduce(trainer, folder: Path, texts: dict[str, str]) -> None:
     about = trainer.describe()
-    sizes = f"{len(trainer.plan.train)} problems to train on, {len(trainer.plan.validation)} held out"
-    print(f"Model      {about['model']}, {about['parameters'] / 1e6:.0f}M parameters, {about['dtype']}")
-    print(f"Device     {trainer.plan.choice.device.described}")
-    print(f"Task       sums of two numbers up to {HIGHEST}: {sizes}")
-    print(f"Run        {folder}", flush=True)
+    train, held_out = len(trainer.plan.train), len(trainer.plan.validation)
+    print(texts["intro_model"].format(**about, millions=about["parameters"] / 1e6))
+    print(texts["intro_device"].format(device=trainer.plan.choice.device.described))
+    print(texts["intro_task"].format(highest=HIGHEST, train=train, held_out=held_out))
+    print(texts["intro_run"].format(folder=folder), flush=True)
 
 
-def _conclude(trainer, folder: Path, before: float | None, after: float | None, seconds: float) -> None:
+def _conclude(
+    trainer, folder: Path, scores: tuple[float | None, float | None], seconds: float, texts: dict[str, str]
+) -> None:
+    before, after = scores
     if before is not None and after is not None:
-        print(f"Accuracy on the held-out problems: {before:.2f} before, {after:.2f} after ({seconds:.0f} s).")
-    print(f"Checkpoint {folder / 'actor' / f'global_step_{trainer.global_steps}'}")
-    print(f"Report     {folder / 'report.html'}")
-    print(f"Metrics    {folder / 'metrics.jsonl'}, samples in {folder / 'samples.jsonl'}")
+        print(texts["accuracy"].format(before=before, after=after, seconds=seconds))
+    print(texts["checkpoint"].format(path=folder / "actor" / f"global_step_{trainer.global_steps}"))
+    print(texts["report"].format(path=folder / "report.html"))
+    print(texts["metrics"].format(metrics=folder / "metrics.jsonl", samples=folder / "samples.jsonl"))

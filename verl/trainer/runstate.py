@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from verl.checkpoint import (
     CheckpointStore,
@@ -16,6 +19,7 @@ from verl.checkpoint import (
     write_protos,
     write_state,
 )
+from verl.checkpoint.pieces import PieceWriter, SavedPieces
 from verl.errors import CheckpointError, VerlError
 from verl.notices import notice
 
@@ -27,21 +31,19 @@ STATE_FOLDER = "train_state"
 
 def save(trainer: Trainer, folder: Path) -> None:
     """Write everything into ``folder``: HF folders for people, ``train_state`` for resuming."""
-    roles = trainer.roles
-    groups = {"actor": roles.actor, "critic": roles.critic}
     tensors = {}
-    for name, group in groups.items():
+    for name, group in trainer.recipe.trained(trainer.roles).items():
         if group is not None:
             (folder / name).mkdir()
             group.save_pretrained(str(folder / name))
-            tensors |= {f"{name}/{key}": value for key, value in group.state_dict().items()}
+            group.write_state(PieceWriter(folder / STATE_FOLDER / name))
     random_tensors, random_state = rng.capture()
     tensors |= {f"rng/{key}": value for key, value in random_tensors.items()}
     loops = _loop_states(trainer)
     extra: dict[str, Any] = {
         "global_step": trainer.global_steps,
         "loader": trainer.loader.state_dict(),
-        "kl_controller": roles.kl_controller.state_dict(),
+        **{name: kept.state_dict() for name, kept in trainer.recipe.memory(trainer.roles).items()},
         "rng": random_state,
         "versions": dict(trainer.flows.versions),
         "loops": {name: state["versions"] for name, state in loops.items()},
@@ -69,7 +71,7 @@ def restore(trainer: Trainer, folder: Path) -> None:
         _restore(trainer, folder)
     except VerlError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
             f"{folder} cannot be resumed from: something in its {STATE_FOLDER} is missing or not as it should be "
             f"({type(error).__name__}: {error}); resume from an older checkpoint, or start anew with "
@@ -79,10 +81,9 @@ def restore(trainer: Trainer, folder: Path) -> None:
 
 def _restore(trainer: Trainer, folder: Path) -> None:
     tensors, extra = read_state(folder / STATE_FOLDER)
-    roles = trainer.roles
-    for name, group in {"actor": roles.actor, "critic": roles.critic}.items():
-        mine = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
+    for name, group in trainer.recipe.trained(trainer.roles).items():
         if group is not None:
+            mine = _state_of(name, folder, tensors)
             if not mine:
                 raise CheckpointError(
                     f"{folder} has no {name}, but this run trains one; was it made by another algorithm?"
@@ -95,7 +96,8 @@ def _restore(trainer: Trainer, folder: Path) -> None:
                     "this run a folder of its own with trainer.default_local_dir."
                 ) from error
     trainer.loader.load_state_dict(extra["loader"])
-    roles.kl_controller.load_state_dict(extra["kl_controller"])
+    for name, kept in trainer.recipe.memory(trainer.roles).items():
+        kept.load_state_dict(extra[name])
     rng.restore({k.removeprefix("rng/"): v for k, v in tensors.items() if k.startswith("rng/")}, extra["rng"])
     trainer.flows.versions.update(extra["versions"])
     _restore_loops(trainer, folder, extra["loops"])
@@ -105,6 +107,13 @@ def _restore(trainer: Trainer, folder: Path) -> None:
     if differences:
         notice(f"Resuming is not bit for bit here, because these differ from the checkpoint: {'; '.join(differences)}.")
     notice(f"Resuming from {folder} after step {step_of(folder)}.")
+
+
+def _state_of(name: str, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The state of one role; in checkpoints from before roles wrote their own it lies among the run's tensors."""
+    if (folder / STATE_FOLDER / name).is_dir():
+        return SavedPieces(folder / STATE_FOLDER / name)
+    return {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
 
 
 def _loop_states(trainer: Trainer) -> dict[str, dict[str, Any]]:

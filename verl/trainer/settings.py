@@ -7,19 +7,33 @@ from dataclasses import replace
 from verl.config import (
     Config,
     MicroBatching,
+    max_sequence_length,
     micro_batching,
     needs_critic,
     needs_old_log_probs,
     needs_reference,
 )
-from verl.config.tree import Actor, Model, Optim
+from verl.config.tree import Actor, Critic, Model, Optim, Ref
 from verl.hardware import Choice, check_explicit, decide, environment_dtype
+from verl.hardware.remedies import CRITIC_AWAY, CRITIC_OFFLOAD, OFFLOAD, REFERENCE_AWAY
 from verl.models.settings import PACKED_ATTENTIONS, LoraSettings, ModelSettings
 from verl.notices import notice
+from verl.rewards.loading import read_function
 from verl.rollout.base import SamplingParams
+from verl.rollout.multi_turn.settings import MultiTurnSettings
+from verl.rollout.vllm.settings import VLLMSettings
+from verl.train_engine.parallel import ParallelSettings
 from verl.train_engine.torch_engine import OptimizerSettings
-from verl.trainer.planning import checkpointing_needed
+from verl.trainer.planning import automatic, checkpointing_needed
 from verl.workers.settings import ActorSettings, CriticSettings, Cut, ReferenceSettings, RolloutSettings
+
+VLLM = ("vllm", "vllm_server")
+VLLM_ONLY = (
+    *("max_model_len", "tensor_model_parallel_size", "enforce_eager", "enable_chunked_prefill"),
+    *("enable_prefix_caching", "free_cache_engine", "engine_kwargs.vllm", "server_url", "server_weights_dir"),
+    "probe_tolerance",
+)
+"""Keys under ``actor_rollout_ref.rollout`` that the other engines do not read."""
 
 
 def hardware_for(config: Config, choice: Choice | None = None) -> Choice:
@@ -36,13 +50,11 @@ def hardware_for(config: Config, choice: Choice | None = None) -> Choice:
         rollout_dtype=rollout_dtype,
         strict_engine=rollout.strict,
     )
-    if choice.rollout_dtype != choice.dtype:
+    if choice.rollout_dtype != choice.dtype and choice.rollout_engine not in VLLM:
         notice(
             f"The rollout works on the training weights, so it computes in {choice.dtype}; "
             f"the rollout dtype {choice.rollout_dtype} is not used."
         )
-    if config.trainer.n_gpus_per_node * config.trainer.nnodes > 1:
-        notice("This version trains in one process; trainer.n_gpus_per_node and trainer.nnodes above 1 are not used.")
     return choice
 
 
@@ -53,12 +65,30 @@ def cut_of(batching: MicroBatching) -> Cut:
     return Cut(max_tokens=batching.tokens, key=batching.key)
 
 
+def planned_cut(batching: MicroBatching, config: Config, choice: Choice, *, sharers: int = 1) -> Cut:
+    """:func:`cut_of`, with the smaller token budget of the memory plan where memory decides.
+
+    ``sharers``: devices that share the tokens of a micro-batch, so that it may have as many times the tokens.
+    """
+    cut = _planned_cut(batching, config, choice)
+    return cut if cut.max_tokens is None else replace(cut, max_tokens=cut.max_tokens * sharers)
+
+
+def _planned_cut(batching: MicroBatching, config: Config, choice: Choice) -> Cut:
+    cut = cut_of(batching)
+    tokens = automatic(config, choice).tokens if batching.by == "memory" else None
+    if tokens is None or tokens >= batching.tokens:
+        return cut
+    notice(f"By the memory plan micro-batches have at most {tokens} tokens ({batching.key} sets another number).")
+    return replace(cut, max_tokens=tokens)
+
+
 def optimizer_of(
     optim: Optim, config: Config, choice: Choice, *, total_steps: int, grad_clip: float
 ) -> OptimizerSettings:
     """Optimizer settings; warm-up steps from their ratio where no number was given."""
-    if optim.offload and choice.device.kind != "cuda":
-        notice("optim.offload has no effect here: the weights lie in host memory already.")
+    critic = optim is config.critic.optim
+    offload = _offloaded(optim.offload, CRITIC_OFFLOAD if critic else OFFLOAD, config, choice)
     warmup = optim.lr_warmup_steps
     if warmup < 0:
         warmup = round(optim.lr_warmup_steps_ratio * total_steps)
@@ -68,19 +98,23 @@ def optimizer_of(
         betas=tuple(optim.betas),
         eps=optim.eps,
         kind=optim.optimizer.lower(),
+        override=dict(optim.override_optimizer_config),
         schedule=optim.lr_scheduler_type,
         warmup_steps=warmup,
         total_steps=total_steps,
         min_lr_ratio=optim.min_lr_ratio,
         num_cycles=optim.num_cycles,
         grad_clip=grad_clip,
-        offload=optim.offload and choice.device.kind == "cuda",
+        offload=offload,
         max_nonfinite_steps=config.actor_rollout_ref.actor.max_nonfinite_steps,
     )
 
 
-def model_of(model, choice: Choice, config: Config) -> ModelSettings:
-    """Settings of one role's model. An attention that cannot run packed (eager) gets padded batches."""
+def model_of(model, choice: Choice, config: Config, *, offload: bool = False) -> ModelSettings:
+    """Settings of one role's model. An attention that cannot run packed (eager) gets padded batches.
+
+    ``offload``: its weights leave the device outside its phases.
+    """
     packed = choice.attention in PACKED_ATTENTIONS
     return ModelSettings(
         path=model.path,
@@ -91,7 +125,29 @@ def model_of(model, choice: Choice, config: Config) -> ModelSettings:
         trust_remote_code=model.trust_remote_code,
         override_config=dict(model.override_config),
         gradient_checkpointing=_checkpointing(model, choice, config),
+        checkpoint_every=config.actor_rollout_ref.model.gradient_checkpointing_every,
+        param_offload=offload,
     )
+
+
+def _offloaded(asked: bool | None, key: str, config: Config, choice: Choice) -> bool:
+    """Whether something is moved to host memory: as asked for, else on a GPU where the plan needs it."""
+    if choice.device.kind != "cuda":
+        if asked:
+            notice(f"{key} has no effect here: the weights lie in host memory already.")
+        return False
+    if asked is not None:
+        return asked
+    plan = automatic(config, choice)
+    needed = {
+        OFFLOAD: plan.offload,
+        CRITIC_OFFLOAD: plan.critic_offload,
+        REFERENCE_AWAY: plan.reference_away,
+        CRITIC_AWAY: plan.critic_away,
+    }[key]
+    if needed:
+        notice(f"By the memory plan the run does not fit otherwise, so {key} is on ({key}=false turns it off).")
+    return needed
 
 
 def _checkpointing(model, choice: Choice, config: Config) -> bool:
@@ -119,7 +175,12 @@ def policy_of(model: Model, choice: Choice, config: Config) -> ModelSettings:
             adapter_path=model.lora_adapter_path,
             seed=config.trainer.seed,
         )
-    return replace(model_of(model, choice, config), lora=lora, compile_layers=model.compile_layers and choice.triton)
+    return replace(
+        model_of(model, choice, config),
+        lora=lora,
+        quantization=model.quantization if lora is not None else None,
+        compile_layers=model.compile_layers and choice.triton,
+    )
 
 
 def trains_adapters(model: Model) -> bool:
@@ -131,6 +192,7 @@ def actor_settings(config: Config, choice: Choice, total_steps: int) -> ActorSet
     """``config`` must be resolved."""
     parts = config.actor_rollout_ref
     actor, rollout = parts.actor, parts.rollout
+    sharers = actor.ulysses_sequence_parallel_size
     return ActorSettings(
         model=policy_of(parts.model, choice, config),
         optimizer=optimizer_of(actor.optim, config, choice, total_steps=total_steps, grad_clip=actor.grad_clip),
@@ -141,14 +203,70 @@ def actor_settings(config: Config, choice: Choice, total_steps: int) -> ActorSet
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             response_width=config.data.max_response_length,
             seed=rollout.seed,
+            multi_turn=multi_turn_settings(config),
+            vllm=vllm_settings(config, choice),
         ),
         loss=_loss_of(config),
         temperature=rollout.temperature or 1.0,
         tokenizer_path=parts.model.tokenizer_path,
         chat_template=parts.model.custom_chat_template,
-        update_cut=cut_of(micro_batching(config, "actor")),
-        log_prob_cut=cut_of(micro_batching(config, "old_log_prob")),
+        update_cut=planned_cut(micro_batching(config, "actor"), config, choice, sharers=sharers),
+        log_prob_cut=planned_cut(micro_batching(config, "old_log_prob"), config, choice, sharers=sharers),
         use_rollout_log_probs=config.algorithm.rollout_correction.bypass_mode,
+        parallel=parallel_of(actor, "actor_rollout_ref.actor"),
+    )
+
+
+def vllm_settings(config: Config, choice: Choice) -> VLLMSettings | None:
+    """None where another engine generates; a notice if it is told something that only vLLM hears."""
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    if choice.rollout_engine not in VLLM:
+        unheard = [name for name in VLLM_ONLY if any(k.startswith(f"{key}.{name}") for k in config.explicit)]
+        if unheard:
+            notice(f"{', '.join(f'{key}.{name}' for name in unheard)}: only vLLM reads this, and it is not used here.")
+        return None
+    return VLLMSettings(
+        dtype=choice.rollout_dtype,
+        max_model_len=rollout.max_model_len or max_sequence_length(config),
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        tensor_parallel_size=rollout.tensor_model_parallel_size,
+        enforce_eager=rollout.enforce_eager,
+        enable_chunked_prefill=rollout.enable_chunked_prefill,
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        sleep=rollout.free_cache_engine,
+        trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+        seed=int(rollout.seed or 0) % 2**31,
+        engine_kwargs=dict(rollout.engine_kwargs.vllm),
+        probe_tolerance=rollout.probe_tolerance,
+        server_url=rollout.server_url,
+        server_weights_dir=rollout.server_weights_dir,
+    )
+
+
+def multi_turn_settings(config: Config) -> MultiTurnSettings | None:
+    """None where an answer is one turn."""
+    turns, data = config.actor_rollout_ref.rollout.multi_turn, config.data
+    if not turns.enable:
+        return None
+    environment = turns.environment
+    if turns.environment_path is not None:
+        path, _, name = turns.environment_path.rpartition(":")
+        environment = read_function(path, name)
+    return MultiTurnSettings(
+        tools=turns.tool_config_path,
+        environment=environment,
+        format=turns.format,
+        max_assistant_turns=turns.max_assistant_turns,
+        max_user_turns=turns.max_user_turns,
+        max_parallel_calls=turns.max_parallel_calls,
+        max_response_chars=turns.max_tool_response_length,
+        cut=turns.tool_response_truncate_side,
+        timeout_s=turns.timeout_s,
+        template_mode=data.apply_chat_template,
+        template_kwargs=dict(data.apply_chat_template_kwargs),
+        chat_template=config.actor_rollout_ref.model.custom_chat_template,
     )
 
 
@@ -160,13 +278,36 @@ def _loss_of(config: Config) -> Actor:
     return actor
 
 
+def parallel_of(role: Actor | Critic | Ref, key: str, *, offload: bool = False) -> ParallelSettings:
+    """How the role's weights are spread over its ranks; ``offload``: its shards lie in host memory."""
+    sharding = role.fsdp_config
+    return ParallelSettings(
+        strategy=role.strategy or "auto",
+        key=f"{key}.strategy",
+        fsdp_size=sharding.fsdp_size,
+        offload=offload,
+        reshard_after_forward=sharding.reshard_after_forward,
+        forward_prefetch=sharding.forward_prefetch,
+        sequence_size=role.ulysses_sequence_parallel_size or 1,
+    )
+
+
 def reference_settings(config: Config, choice: Choice) -> ReferenceSettings | None:
     """None if no KL is asked for, or if the frozen base under the adapters serves: then there is no second model."""
-    if not needs_reference(config) or trains_adapters(config.actor_rollout_ref.model):
+    own = config.preference.ref_model_path
+    if not needs_reference(config) or (own is None and trains_adapters(config.actor_rollout_ref.model)):
         return None
     parts = config.actor_rollout_ref
-    cut = cut_of(micro_batching(config, "ref"))
-    return ReferenceSettings(model_of(parts.model, choice, config), parts.rollout.temperature or 1.0, cut)
+    sharers = parts.ref.ulysses_sequence_parallel_size or 1
+    cut = planned_cut(micro_batching(config, "ref"), config, choice, sharers=sharers)
+    # a reference that follows the policy is written to, so it stays
+    offload = not config.preference.sync_ref_model and _offloaded(
+        parts.ref.param_offload, REFERENCE_AWAY, config, choice
+    )
+    model = model_of(parts.model, choice, config, offload=offload)
+    model = model if own is None else replace(model, path=own)
+    parallel = parallel_of(parts.ref, "actor_rollout_ref.ref", offload=offload)
+    return ReferenceSettings(model, parts.rollout.temperature or 1.0, cut, parallel)
 
 
 def critic_settings(config: Config, choice: Choice, total_steps: int) -> CriticSettings | None:
@@ -174,14 +315,19 @@ def critic_settings(config: Config, choice: Choice, total_steps: int) -> CriticS
     if not needs_critic(config):
         return None
     critic = config.critic
+    offload = _offloaded(critic.param_offload, CRITIC_AWAY, config, choice)
+    sharers = critic.ulysses_sequence_parallel_size or 1
+    custom = critic.model.custom_cls
+    own_class = (custom.path, custom.name) if custom.path is not None and custom.name is not None else None
     return CriticSettings(
-        model=model_of(critic.model, choice, config),
+        model=replace(model_of(critic.model, choice, config, offload=offload), custom_class=own_class),
         optimizer=optimizer_of(critic.optim, config, choice, total_steps=total_steps, grad_clip=critic.grad_clip),
         cliprange_value=critic.cliprange_value,
         loss_agg_mode=critic.loss_agg_mode,
         loss_scale_factor=config.actor_rollout_ref.actor.loss_scale_factor,
-        update_cut=cut_of(micro_batching(config, "critic")),
-        forward_cut=cut_of(micro_batching(config, "critic_forward")),
+        update_cut=planned_cut(micro_batching(config, "critic"), config, choice, sharers=sharers),
+        forward_cut=planned_cut(micro_batching(config, "critic_forward"), config, choice, sharers=sharers),
+        parallel=parallel_of(critic, "critic", offload=offload),
     )
 
 
@@ -197,6 +343,8 @@ def train_sampling(config: Config) -> SamplingParams:
         stop=tuple(rollout.stop),
         stop_token_ids=tuple(rollout.stop_token_ids),
         ignore_eos=rollout.ignore_eos,
+        repetition_penalty=rollout.repetition_penalty,
+        min_tokens=rollout.min_tokens,
     )
 
 

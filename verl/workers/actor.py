@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,26 +13,28 @@ from verl.algorithms.aggregation import use_counts
 from verl.algorithms.entropy import entropy_loss
 from verl.algorithms.kl import kl_loss
 from verl.algorithms.registry import get_policy_loss_fn
-from verl.hybrid import OneDeviceHybrid
+from verl.hybrid import make_hybrid
 from verl.metrics import Metrics
 from verl.models.loading import load_tokenizer, save_pretrained, stop_token_ids
 from verl.models.lora import adapters_off
 from verl.models.policy import load_policy, log_probs
 from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams
+from verl.rollout.multi_turn import Conversations
 from verl.rollout.registry import make_engine
-from verl.rollout.rows import make_requests, stream_rows
+from verl.rollout.rows import make_requests, stream_rows, with_metrics
 from verl.single_controller import Dispatch, register
 from verl.train_engine.plan import MiniBatch, MiniBatchPlan
-from verl.train_engine.torch_engine import TorchEngine
+from verl.train_engine.registry import make_train_engine
 from verl.workers.forward import over_micro_batches
+from verl.workers.preference import PreferenceUpdates
 from verl.workers.probs_diff import probs_difference
 from verl.workers.selection import prepare_selection
 from verl.workers.settings import ActorSettings
-from verl.workers.trained import TrainedWorker
+from verl.workers.sft import SFTUpdates
 
 
-class Actor(TrainedWorker):
+class Actor(SFTUpdates, PreferenceUpdates):
     """The trained policy. The rollout engine works on the same weights.
 
     Args:
@@ -54,8 +57,10 @@ class Actor(TrainedWorker):
             chat_template=settings.chat_template,
         )
         self.model = load_policy(settings.model) if model is None else model
-        self.engine = TorchEngine(self.model, settings.optimizer, self.comm)
-        self.hybrid = OneDeviceHybrid(self.model, self._make_rollout_engine, lambda: self.engine.version)
+        self.engine = make_train_engine(settings.optimizer, self.model, self.comm, settings.parallel)
+        self.hybrid = make_hybrid(self.model, self.engine, self._make_rollout_engine)
+        several = settings.rollout.multi_turn
+        self.conversations = Conversations(several, self.tokenizer) if several else None
         self.loss = settings.loss
         self.policy_loss = get_policy_loss_fn(self.loss.policy_loss.loss_mode)
 
@@ -69,6 +74,7 @@ class Actor(TrainedWorker):
             max_num_seqs=rollout.max_num_seqs,
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
+            vllm=rollout.vllm,
         )
 
     @register(Dispatch.DP_COMPUTE_PROTO, mode="rollout", streaming=True)
@@ -76,14 +82,19 @@ class Actor(TrainedWorker):
         """n responses for every prompt row (``prompt_ids``, ``uid``); pieces of sample rows as they finish."""
         rollout = self.settings.rollout
         requests = make_requests(batch, n, sampling, rollout.seed)
+        shape = {
+            "prompt_width": prompt_width,
+            "response_width": max(rollout.response_width, sampling.max_tokens),
+            "pad_id": int(self.tokenizer.pad_token_id),
+        }
         with self.hybrid.rollout_mode() as engine:
-            yield from stream_rows(
-                engine,
-                requests,
-                prompt_width=prompt_width,
-                response_width=max(rollout.response_width, sampling.max_tokens),
-                pad_id=int(self.tokenizer.pad_token_id),
-            )
+            if self.conversations is None:
+                pieces = stream_rows(engine, requests, **shape)
+            else:
+                pieces = self.conversations.stream(engine, requests, batch, rollout.seed, shape)
+            with contextlib.closing(pieces):
+                for piece in pieces:
+                    yield with_metrics(with_metrics(piece, engine.take_metrics()), self.hybrid.take_metrics())
 
     @register(Dispatch.DP_COMPUTE_PROTO, mode="train")
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -93,6 +104,7 @@ class Actor(TrainedWorker):
             self.settings.log_prob_cut,
             lambda micro: {"old_log_probs": self._log_probs(micro)[0]},
             self.budget("forward", "the actor's log-probs"),
+            self.engine.lockstep,
         )
         return DataProto.from_dict(tensors=grids, non_tensors={"sample_id": batch.non_tensor_batch["sample_id"]})
 
@@ -105,6 +117,7 @@ class Actor(TrainedWorker):
                 self.settings.log_prob_cut,
                 lambda micro: {"ref_log_prob": self._log_probs(micro)[0]},
                 self.budget("forward", "the reference's log-probs"),
+                self.engine.lockstep,
             )
         return DataProto.from_dict(tensors=grids, non_tensors={"sample_id": batch.non_tensor_batch["sample_id"]})
 
@@ -165,6 +178,7 @@ class Actor(TrainedWorker):
             self.settings.update_cut,
             lambda micro: {"log_prob": self._log_probs(micro)[0]},
             self.budget("forward", "the actor's log-probs"),
+            self.engine.lockstep,
         )
         grid = now.get("log_prob", torch.zeros(rows.batch["response_mask"].shape))
         chosen = prepare_selection(self.policy_loss, rows, grid, mini, self.comm, self.loss)
@@ -185,7 +199,7 @@ class Actor(TrainedWorker):
             loss, metrics = self.policy_loss(
                 old, log_prob, tensors["advantages"], mask, config.loss_agg_mode, config, **optional
             )
-            metrics.add("actor/pg_loss", float(loss.detach()), reduce="sum")
+            metrics.add("actor/pg_loss", loss, reduce="sum")
             if entropy is not None:
                 term, more = entropy_loss(
                     entropy, mask, config.loss_agg_mode, loss_scale_factor=config.loss_scale_factor
@@ -205,7 +219,7 @@ class Actor(TrainedWorker):
                 loss = loss + config.kl_loss_coef * term
                 metrics.merge(more)
                 metrics.add("actor/kl_coef", config.kl_loss_coef, reduce="last")
-        metrics.add("actor/loss", float(loss.detach()), reduce="sum")
+        metrics.add("actor/loss", loss, reduce="sum")
         if "old_log_probs" not in tensors.keys():
             # before the first step these are the weights that sampled, so this is the engines' disagreement
             metrics.merge(probs_difference(tensors["rollout_log_probs"], log_prob.detach(), mask))
@@ -216,10 +230,10 @@ class Actor(TrainedWorker):
             return tensors["rollout_log_probs"]
         return tensors["old_log_probs"] if "old_log_probs" in tensors.keys() else log_prob.detach()
 
-    @register(Dispatch.RANK_ZERO)
+    @register(Dispatch.ONE_TO_ALL)
     def save_pretrained(self, folder: str) -> None:
         """Write the HF folder (weights, config, tokenizer, generation config)."""
-        save_pretrained(self.model, self.tokenizer, folder)
+        self.export(self.tokenizer, folder, lambda: save_pretrained(self.model, self.tokenizer, folder))
 
     @register(Dispatch.RANK_ZERO)
     def describe(self) -> dict[str, object]:

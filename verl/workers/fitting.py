@@ -30,9 +30,13 @@ class TokenBudget:
         phase: for people, for example "the policy update".
         learned: where the learned size is kept, by ``name`` (0: nothing learned).
         device: what runs out of memory.
+        shares_prompts: a prompt is computed, and counted, once in a micro-batch.
     """
 
-    def __init__(self, phase: str, name: str, learned: dict[str, int], device: torch.device):
+    def __init__(
+        self, phase: str, name: str, learned: dict[str, int], device: torch.device, *, shares_prompts: bool = False
+    ):
+        self.shares_prompts = shares_prompts
         self.phase = phase
         self.name = name
         self.learned = learned
@@ -70,10 +74,15 @@ def redo_until_it_fits(
     cut: Cut,
     attempt: Callable[[list[np.ndarray]], Result],
     rows_of: Callable[[Cut], list[np.ndarray]],
-    lengths: np.ndarray,
+    cost: Callable[[np.ndarray], int],
     comm: Comm,
+    *,
+    together: int = 1,
 ) -> Result:
     """Call ``attempt`` with the rows of each micro-batch; on a memory shortage again with smaller ones.
+
+    ``rows_of`` cuts the rows, ``cost`` says how many tokens those of one micro-batch cost, ``together`` how many rows
+    cannot be separated.
 
     All ranks come here together and go on together: what one learned, all keep.
     """
@@ -84,7 +93,7 @@ def redo_until_it_fits(
         except MemoryShortageError as shortage:
             number = shortage.micro_batch
         release_memory()
-        failed = None if number is None else (len(parts[number]), int(lengths[parts[number]].sum()))
+        failed = None if number is None else (len(parts[number]) // together, cost(parts[number]))
         everybody = [f for f in comm.all_gather_object(failed) if f is not None]
         # a single row that does not fit on any rank stops all of them; else the smallest that failed decides
         rows, tokens = min(everybody)

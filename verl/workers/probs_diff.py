@@ -15,12 +15,12 @@ def probs_difference(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor, r
     """
     mask = as_mask(response_mask)
     metrics = Metrics()
-    count = int(mask.sum())
-    if not count:
+    if not mask.numel():
         return metrics
-    a, b = rollout_log_probs[mask].double(), log_probs[mask].double()
+    count = mask.sum()
+    a, b = (x.detach().masked_fill(~mask, 0.0).double() for x in (rollout_log_probs, log_probs))
     difference = (a.exp() - b.exp()).abs()
-    metrics.add("training/rollout_probs_diff_mean", float(difference.mean()), weight=count)
-    metrics.add("training/rollout_probs_diff_max", float(difference.max()), reduce="max")
-    metrics.add("training/rollout_log_probs_diff_mean", float((a - b).abs().mean()), weight=count)
+    metrics.add_total("training/rollout_probs_diff_mean", difference.sum(), count)
+    metrics.add("training/rollout_probs_diff_max", difference.max(), reduce="max", weight=count)
+    metrics.add_total("training/rollout_log_probs_diff_mean", (a - b).abs().sum(), count)
     return metrics

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.models.settings import ModelSettings
+from verl.rollout.multi_turn.settings import MultiTurnSettings
+from verl.rollout.vllm.settings import VLLMSettings
+from verl.train_engine.parallel import ParallelSettings
 from verl.train_engine.torch_engine import OptimizerSettings
 
 
@@ -28,6 +31,8 @@ class RolloutSettings:
     gpu_memory_utilization: float = 0.5
     response_width: int = 512
     seed: int = 0
+    multi_turn: MultiTurnSettings | None = None
+    vllm: VLLMSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class ActorSettings:
     update_cut: Cut = field(default_factory=Cut)
     log_prob_cut: Cut = field(default_factory=Cut)
     use_rollout_log_probs: bool = False
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class ReferenceSettings:
     model: ModelSettings
     temperature: float = 1.0
     cut: Cut = field(default_factory=Cut)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
 
 
 @dataclass(frozen=True)
@@ -62,3 +69,4 @@ class CriticSettings:
     loss_scale_factor: float | None = None
     update_cut: Cut = field(default_factory=Cut)
     forward_cut: Cut = field(default_factory=Cut)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)

@@ -143,13 +143,11 @@ def with_margin(metrics: Metrics) -> Metrics:
 
 
 def row_means(values: dict[str, Tensor], valid: Tensor | None) -> Metrics:
-    """Means of (B,) tensors over the valid rows, weighted by their number; one transfer from the device."""
+    """Means of (B,) tensors over the valid rows, weighted by their number; nothing is read from the device."""
     first = next(iter(values.values()))
     valid = torch.ones_like(first, dtype=torch.bool) if valid is None else valid
-    sums = [torch.where(valid, value.detach().float(), 0.0).sum() for value in values.values()]
-    *totals, count = torch.stack([*sums, valid.sum().float()]).tolist()
+    count = valid.sum()
     metrics = Metrics()
-    for name, total in zip(values, totals, strict=True):
-        if count:
-            metrics.add(name, total / count, weight=count)
+    for name, value in values.items():
+        metrics.add_total(name, torch.where(valid, value.detach().float(), 0.0).sum(), count)
     return metrics

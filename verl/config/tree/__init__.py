@@ -16,7 +16,9 @@ from verl.config.tree.actor_rollout import (
 from verl.config.tree.algorithm import Algorithm, FilterGroups, KLControl, RolloutCorrection
 from verl.config.tree.critic import Critic, CriticModel, CriticOptim
 from verl.config.tree.data import CustomClass, Data
+from verl.config.tree.preference import SFT, Distillation, Preference
 from verl.config.tree.reward import CustomRewardFunction, OverlongBuffer, Reward
+from verl.config.tree.reward_model import RewardModel, RewardModelModel
 from verl.config.tree.root import Config
 from verl.config.tree.trainer import Trainer
 
@@ -29,6 +31,7 @@ GROUPS: dict[str, str] = dict(groups(Config))
 __all__ = [
     "GROUPS",
     "LEAVES",
+    "SFT",
     "Actor",
     "ActorRolloutRef",
     "Algorithm",
@@ -39,14 +42,18 @@ __all__ = [
     "CustomClass",
     "CustomRewardFunction",
     "Data",
+    "Distillation",
     "FilterGroups",
     "KLControl",
     "Model",
     "Optim",
     "OverlongBuffer",
     "PolicyLoss",
+    "Preference",
     "Ref",
     "Reward",
+    "RewardModel",
+    "RewardModelModel",
     "Rollout",
     "RolloutCorrection",
     "Trainer",

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.config import names
 from verl.config.fields import group, option
+from verl.config.tree.sharding import FSDPConfig
 
 _MICRO = "Sequences a forward pass; `null`: by memory (or by tokens with {dynamic})."
 
@@ -28,6 +29,14 @@ class Model:
         "Recompute activations in the backward pass to save memory; `null` or `auto`: on a GPU where the memory plan "
         "needs it.",
         verl="true",
+    )
+    gradient_checkpointing_every: int = option(
+        1, "Where activations are recomputed: in every so many layers; 2 keeps those of every other one.", low=1
+    )
+    quantization: str | None = option(
+        None,
+        "LoRA: the frozen linear layers in 4 bits (`nf4`) or 8 (`int8`), with the package bitsandbytes (QLoRA).",
+        choices=names.QUANTIZATIONS,
     )
     compile_layers: bool = option(
         False, "Compile the decoder layers of the training model (CUDA): a minute at the start, then faster updates."
@@ -64,20 +73,29 @@ class Model:
 
 @dataclass(slots=True)
 class Optim:
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
     lr: float = option(1e-6, "Peak learning rate.", low=0, below=inf)
     weight_decay: float = option(0.01, "Decoupled weight decay.", low=0)
     betas: list[float] = option([0.9, 0.999], "Decay rates of the two moments.")
     eps: float = option(1e-8, "Added to the root of the second moment.", above=0, verl="(1e-8)")
-    optimizer: str = option("AdamW", "Which optimizer.", choices=names.OPTIMIZERS)
+    optimizer: str = option(
+        "AdamW",
+        "Which optimizer. 8-bit ones keep a moment in one byte, paged ones let moments move to the host when the GPU "
+        "is full; both need the package bitsandbytes.",
+        choices=names.OPTIMIZERS,
+    )
+    override_optimizer_config: dict[str, Any] = option({}, "More arguments of the optimizer's constructor, by name.")
     lr_warmup_steps: int = option(-1, "Training steps of linear warm-up; -1: from `lr_warmup_steps_ratio`.", low=-1)
     lr_warmup_steps_ratio: float = option(0.0, "Warm-up as a fraction of all training steps.", low=0, high=1)
     lr_scheduler_type: str = option("constant", "After warm-up.", choices=names.SCHEDULES)
     min_lr_ratio: float = option(0.0, "Lowest rate of a decaying schedule, as a fraction of `lr`.", low=0, high=1)
     num_cycles: float = option(0.5, "Cosine periods; 0.5 goes down once.", above=0)
-    offload: bool = option(
-        False, "Master weights, gradient sums and moments in host memory, where the optimizer then runs (for GPUs)."
+    offload: bool | None = option(
+        None,
+        "Master weights, gradient sums and moments in host memory, where the optimizer then runs (for GPUs); `null`: "
+        "where the memory plan needs it.",
+        verl="false",
     )
 
 
@@ -131,6 +149,18 @@ class Actor:
     max_nonfinite_steps: int = option(
         5, "A step with a non-finite gradient is skipped; after this many in a row the run stops.", low=1, verl="(none)"
     )
+    strategy: str = option(
+        "auto",
+        "`torch`: every process has all weights; `fsdp` (or `fsdp2`): a shard each; `auto`: shards if there is more "
+        "than one process.",
+        choices=names.STRATEGIES,
+        normalise=names.strategy_name,
+        verl="fsdp",
+    )
+    ulysses_sequence_parallel_size: int = option(
+        1, "Processes that share the tokens of each micro-batch, for long sequences; needs sharding.", low=1
+    )
+    fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding of the policy.")
     optim: Optim = group(Optim, "Optimizer of the policy.")
     policy_loss: PolicyLoss = group(PolicyLoss, "Policy loss.")
 
@@ -139,11 +169,26 @@ class Actor:
 class Ref:
     """The frozen reference, built only if a KL needs it."""
 
+    strategy: str | None = option(
+        None, "As `actor.strategy`; `null`: the actor's.", choices=names.STRATEGIES, normalise=names.strategy_name
+    )
+    ulysses_sequence_parallel_size: int | None = option(
+        None, "Processes that share the tokens of each micro-batch; `null`: as the actor.", low=1
+    )
+    fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding of the reference.")
     log_prob_micro_batch_size_per_gpu: int | None = option(
         None, _MICRO.format(dynamic="`log_prob_use_dynamic_bsz`"), low=1
     )
     log_prob_use_dynamic_bsz: bool | None = option(None, "Cut by tokens; `null`: as the actor.")
     log_prob_max_token_len_per_gpu: int | None = option(None, "Most tokens a micro-batch; `null`: as the actor.", low=1)
+    param_offload: bool | None = option(
+        None,
+        "Its weights lie in host memory while it has nothing to do (for GPUs); `null`: where the memory plan needs it.",
+        verl="false",
+    )
+    enable_resource_pool: bool = option(False, "Devices of its own, so that it works beside the others.", verl="(none)")
+    n_gpus_per_node: int | None = option(None, "How many on a machine; `null`: as the trainer.", low=1, verl="(none)")
+    nnodes: int = option(1, "Machines that it has for itself.", low=1, verl="(none)")
 
 
 @dataclass(slots=True)
@@ -155,6 +200,40 @@ class ValKwargs:
     temperature: float = option(0.0, "Temperature when sampling.", low=0)
     top_k: int = option(-1, "Most likely tokens kept; -1 or 0: all.", low=-1, normalise=names.top_k_off)
     top_p: float = option(1.0, "Probability mass kept.", above=0, high=1)
+
+
+@dataclass(slots=True)
+class MultiTurn:
+    """Rollouts of several turns: tools, or an environment of your own, answer the policy."""
+
+    enable: bool = option(False, "Go on after a turn, as long as it is answered.")
+    tool_config_path: str | None = option(
+        None,
+        "Python file whose public functions are the tools; type hints and docstrings describe them to the model.",
+        path=True,
+    )
+    environment: Any = option(
+        None,
+        "Who answers, in place of tools (only from Python): `fn(messages, row)` returns messages, or None at the end.",
+        verl="(none)",
+    )
+    environment_path: str | None = option(None, "The same from a file: `FILE.py:NAME`.", path=True, verl="(none)")
+    format: str = option("hermes", "How a tool call is written.", choices=names.TOOL_FORMATS)
+    max_assistant_turns: int | None = option(None, "Most turns of the policy; `null`: by the response length.", low=1)
+    max_user_turns: int | None = option(None, "Most answers to it; `null`: by the response length.", low=0)
+    max_parallel_calls: int = option(1, "Tool calls of one turn that are run.", low=1)
+    max_tool_response_length: int = option(256, "Characters of an answer that are shown to the policy.", low=1)
+    tool_response_truncate_side: str = option(
+        "middle", "What is cut of a longer one.", choices=("left", "middle", "right")
+    )
+    timeout_s: float = option(60.0, "Seconds for one answer.", above=0, verl="(none)")
+
+
+@dataclass(slots=True)
+class EngineKwargs:
+    """Passed on as they are."""
+
+    vllm: dict[str, Any] = option({}, "Arguments of `vllm.EngineArgs`, by name. They win over everything else here.")
 
 
 @dataclass(slots=True)
@@ -178,13 +257,21 @@ class Rollout:
     top_k: int = option(-1, "Most likely tokens kept; -1 or 0: all.", low=-1, normalise=names.top_k_off)
     top_p: float = option(1.0, "Probability mass kept.", above=0, high=1)
     min_p: float = option(0.0, "Tokens below this fraction of the best one's probability are left out.", low=0, below=1)
+    repetition_penalty: float = option(
+        1.0, "Divides (or multiplies, if negative) logits of tokens that prompt or answer holds already.", above=0
+    )
+    min_tokens: int = option(0, "Tokens an answer has before its end may be drawn.", low=0)
     stop: list[str] = option([], "Texts that end an answer.")
     stop_token_ids: list[int] = option([], "Token ids that end an answer, besides the model's own.")
     ignore_eos: bool = option(False, "Go on after the end-of-sequence token, up to the full length.")
     max_num_seqs: int = option(256, "Most sequences decoded at a time.", low=1)
     max_num_batched_tokens: int = option(8192, "Most prompt tokens a prefill pass.", low=1)
     gpu_memory_utilization: float = option(
-        0.5, "Share of the GPU's free memory that the cache of running sequences takes.", above=0, high=1
+        0.5,
+        "Share of the GPU's free memory that the cache of running sequences takes. vLLM: share of the whole GPU, "
+        "weights included.",
+        above=0,
+        high=1,
     )
     dtype: str = option(
         "auto",
@@ -194,12 +281,42 @@ class Rollout:
         verl="bfloat16",
     )
     seed: int | None = option(None, "Seed of sampling; `null`: `trainer.seed`.", low=0, below=1e18, verl=42)
+    max_model_len: int | None = option(
+        None, "vLLM: tokens of prompt and response together; `null`: the lengths of `data`.", low=2
+    )
+    tensor_model_parallel_size: int = option(1, "vLLM: GPUs that share the model.", low=1, verl=2)
+    enforce_eager: bool | None = option(
+        None, "vLLM: no compilation and no CUDA graphs; `null`: on a CPU only.", verl="false"
+    )
+    enable_chunked_prefill: bool = option(True, "vLLM: long prompts are computed in pieces, beside decoding.")
+    enable_prefix_caching: bool = option(True, "vLLM: equal beginnings of prompts are computed once.")
+    free_cache_engine: bool = option(
+        True, "vLLM: weights and cache are given back between rollouts. The native engine always gives its cache back."
+    )
+    engine_kwargs: EngineKwargs = group(EngineKwargs, "More arguments of a serving engine.")
+    server_url: str | None = option(
+        None, "vllm_server: address of the running server, for example `http://localhost:8000`.", verl="(none)"
+    )
+    server_weights_dir: str | None = option(
+        None,
+        "vllm_server: folder that the server sees too, for handing weights over; `null`: one in this machine's memory.",
+        path=True,
+        verl="(none)",
+    )
+    probe_tolerance: float | None = option(
+        None,
+        "vLLM: mean difference of its log-probs from the training model's that is allowed after an update; `null`: "
+        "1e-3 in float32, 0.03 in float16, 0.1 in bfloat16.",
+        above=0,
+        verl="(none)",
+    )
     log_prob_micro_batch_size_per_gpu: int | None = option(
         None, _MICRO.format(dynamic="`log_prob_use_dynamic_bsz`"), low=1
     )
     log_prob_use_dynamic_bsz: bool | None = option(None, "Cut old log-probs by tokens; `null`: as the actor.")
     log_prob_max_token_len_per_gpu: int | None = option(None, "Most tokens a micro-batch; `null`: as the actor.", low=1)
     val_kwargs: ValKwargs = group(ValKwargs, "Sampling in validation.")
+    multi_turn: MultiTurn = group(MultiTurn, "Rollouts of several turns.")
 
 
 @dataclass(slots=True)
@@ -210,3 +327,4 @@ class ActorRolloutRef:
     actor: Actor = group(Actor, "Training of the policy.")
     ref: Ref = group(Ref, "The frozen reference.")
     rollout: Rollout = group(Rollout, "Generation.")
+    nccl_timeout: int = option(600, "Seconds after which processes give up waiting for one of them.", low=1)

@@ -10,6 +10,8 @@ from typing import Any
 from verl.config import names
 from verl.config.fields import group, option
 from verl.config.tree.actor_rollout import Optim
+from verl.config.tree.data import CustomClass
+from verl.config.tree.sharding import FSDPConfig
 
 
 @dataclass(slots=True)
@@ -26,6 +28,7 @@ class CriticModel:
     )
     external_lib: str | None = option(None, "Python module imported before the model is built; `null`: as the policy.")
     attn_implementation: str | None = option(None, "Attention; `null`: as the policy.", choices=names.ATTENTION)
+    custom_cls: CustomClass = group(CustomClass, "A value model class of your own.")
 
 
 @dataclass(slots=True)
@@ -58,5 +61,24 @@ class Critic:
     loss_agg_mode: str | None = option(
         None, "How token losses become one number; `null`: as the actor.", choices=names.LOSS_AGG_MODES
     )
+    enable_resource_pool: bool = option(False, "Devices of its own, so that it works beside the others.", verl="(none)")
+    n_gpus_per_node: int | None = option(None, "How many on a machine; `null`: as the trainer.", low=1, verl="(none)")
+    nnodes: int = option(1, "Machines that it has for itself.", low=1, verl="(none)")
+    param_offload: bool | None = option(
+        None,
+        "Its weights lie in host memory while it has nothing to do (for GPUs); `null`: where the memory plan needs it.",
+        verl="false",
+    )
+    strategy: str | None = option(
+        None,
+        "As `actor.strategy`; `null`: the actor's.",
+        choices=names.STRATEGIES,
+        normalise=names.strategy_name,
+        verl="fsdp",
+    )
+    ulysses_sequence_parallel_size: int | None = option(
+        None, "Processes that share the tokens of each micro-batch; `null`: as the actor.", low=1, verl=1
+    )
+    fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding of the value model.")
     model: CriticModel = group(CriticModel, "The value model.")
     optim: CriticOptim = group(CriticOptim, "Optimizer of the value model.")

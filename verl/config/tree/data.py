@@ -66,10 +66,27 @@ class Data:
     filter_overlong_prompts: bool = option(
         False, "Leave out rows whose prompt is longer than `max_prompt_length`, and count them."
     )
+    max_length: int = option(
+        1024, "SFT, pairs, labels: longest prompt and answer together, in tokens.", low=2, verl="1024 (SFT)"
+    )
+    on_bad_row: str = option(
+        "error",
+        "SFT, pairs, labels: a row that cannot be used stops the run with its place (`error`), or is left out and "
+        "counted (`drop`).",
+        choices=("error", "drop"),
+        verl="(none)",
+    )
+    response_key: str | None = option(
+        None, "SFT: column with the answer; `null`: the first of response, completion, output, answer.", verl="response"
+    )
+    messages_key: str = option("messages", "SFT: column with a whole conversation.")
+    text_key: str = option("text", "SFT: column of which every token is learned.", verl="(none)")
+    tools_key: str = option("tools", "SFT, pairs, labels: column with tool schemas for the chat template.")
     truncation: str = option(
         "error",
-        "What to do with a prompt that is too long: stop with its row, or keep the end (`left` cuts the left), "
-        "the start (`right`), or both ends (`middle`).",
+        "What to do with a prompt (SFT, pairs, labels: a row) that is too long: stop with its row, or keep the end "
+        "(`left` cuts the left; also `keep_end`), the start (`right`, `keep_start`), or of prompts both ends "
+        "(`middle`).",
         choices=names.TRUNCATIONS,
     )
     last_batch: str = option(

@@ -35,6 +35,25 @@ class OverlongBuffer:
 
 
 @dataclass(slots=True)
+class Judge:
+    """A chat model behind an OpenAI-compatible endpoint that rates answers."""
+
+    url: str | None = option(None, "Base address, such as `http://localhost:8000/v1`; `null`: no judge.", verl="(none)")
+    model: str = option("default", "Name of the model there.", verl="(none)")
+    prompt: str | None = option(
+        None,
+        "What it is asked, a text with `{prompt}`, `{response}` and, if wanted, `{ground_truth}`; `null`: a mark from "
+        "0 to 10 for how well the answer serves the question. The last number of the reply is the mark.",
+        verl="(none)",
+    )
+    scale: float = option(10.0, "The best mark; scores are marks divided by it.", above=0, verl="(none)")
+    concurrency: int = option(8, "Calls at a time.", low=1, verl="(none)")
+    api_key_variable: str = option(
+        "OPENAI_API_KEY", "Environment variable with the key; none is sent where it is not set.", verl="(none)"
+    )
+
+
+@dataclass(slots=True)
 class Reward:
     """Scoring."""
 
@@ -56,4 +75,5 @@ class Reward:
         verl="(none)",
     )
     custom_reward_function: CustomRewardFunction = group(CustomRewardFunction, "A user's scorer.")
+    judge: Judge = group(Judge, "A generative judge.")
     overlong_buffer: OverlongBuffer = group(OverlongBuffer, "The soft length penalty.")

@@ -27,6 +27,16 @@ class Trainer:
     )
     nnodes: int = option(1, "Machines.", low=1)
     n_gpus_per_node: int = option(1, "Devices a machine; without a GPU, processes.", low=1, verl=8)
+    ray_address: str | None = option(
+        None, "Ray cluster to join; `null`: `RAY_ADDRESS`, else a new one on this machine.", verl="(none)"
+    )
+    max_colocate_count: int = option(10, "Most roles in one process.", low=1)
+    max_restarts: int = option(
+        0, "Times that a run goes on from its last checkpoint after a process died.", low=0, verl="(none)"
+    )
+    stall_timeout_s: float = option(
+        600.0, "Seconds without progress after which the stalled processes are named; 0: never.", low=0, verl="(none)"
+    )
     device: str = option("auto", "`auto`: the best there is.", choices=names.DEVICES, verl="cuda")
     executor: str = option(
         "concurrent",
@@ -35,6 +45,10 @@ class Trainer:
         verl="(none)",
     )
     seed: int = option(42, "Seed of the run; other seeds follow it.", low=0, below=1e18, verl="(several)")
+    profile_steps: list[int] = option([], "Steps to trace with torch's profiler, see `verl profile`.", verl="null")
+    profile_dir: str | None = option(
+        None, "Folder of the traces; `null`: `profile` in the run's folder.", path=True, verl="outputs/profile"
+    )
     full_determinism: bool = option(False, "Only deterministic kernels, at a cost in speed.")
     save_freq: int = option(-1, f"Save a checkpoint every so many steps; {_EVERY}", low=-1)
     save_final: bool = option(True, "Save a checkpoint at the end.", verl="(true)")

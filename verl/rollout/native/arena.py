@@ -50,17 +50,22 @@ class _Pointer:
 
 
 class Arena:
-    """``size`` bytes of address space on a CUDA device, with memory behind it while mapped.
+    """Address space of ``planes`` stretches of ``size`` bytes on a CUDA device, with memory behind the first part of
+    each stretch, which can grow.
+
+    A cache has one plane for the keys and one for the values of each layer: pages are added to all of them alike.
+
+    Attributes:
+        pitch: bytes from one plane to the next.
+        mapped: bytes of each plane that have memory behind them.
 
     Raises:
         RolloutError: the driver refuses (its call and error number are in the message).
     """
 
-    def __init__(self, size: int, device: torch.device):
-        self._cuda = ctypes.CDLL("libcuda.so.1")
-        torch.cuda.synchronize(device)  # there is a context now
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        self.device = torch.device("cuda", index)
+    def __init__(self, planes: int, size: int, device: torch.device):
+        self.device = device
+        self._cuda, index = self._open(device)
         self._location = _Location(_DEVICE, index)
         self._properties = _Properties(type=_PINNED, location=self._location)
         granularity = ctypes.c_size_t()
@@ -70,7 +75,8 @@ class Arena:
             ctypes.byref(self._properties),
             ctypes.c_int(_MINIMUM_GRANULARITY),
         )
-        self.size = -(-size // granularity.value) * granularity.value
+        self.granularity = granularity.value
+        self.planes, self.pitch, self.mapped = planes, self._rounded(size), 0
         address = ctypes.c_uint64()
         self._call(
             "cuMemAddressReserve",
@@ -81,45 +87,81 @@ class Arena:
             ctypes.c_uint64(0),
         )
         self.address = address.value
-        self._handle: ctypes.c_uint64 | None = None
+        self._pieces: list[tuple[int, int, ctypes.c_uint64]] = []  # address, bytes and handle of what is mapped
 
     def __del__(self) -> None:
         if getattr(self, "address", 0):
             self.close()
+
+    @staticmethod
+    def _open(device: torch.device):
+        """The driver, and the number of the device."""
+        torch.cuda.synchronize(device)  # there is a context now
+        return ctypes.CDLL("libcuda.so.1"), torch.cuda.current_device() if device.index is None else device.index
+
+    def _wait(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     def _call(self, name: str, *arguments) -> None:
         status = getattr(self._cuda, name)(*arguments)
         if status:
             raise RolloutError(f"the CUDA driver's {name} failed with error {status}")
 
-    @property
-    def mapped(self) -> bool:
-        return self._handle is not None
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.granularity) * self.granularity
 
-    def map(self) -> None:
-        """Put memory behind the addresses; what it held is gone."""
-        if self.mapped:
+    @property
+    def size(self) -> int:
+        """Bytes of address space."""
+        return self.planes * self.pitch
+
+    def map(self, size: int) -> None:
+        """Put memory behind at least the first ``size`` bytes of every plane. What was mapped keeps its content; what
+        is new holds anything.
+
+        Raises:
+            RolloutError: there is not so much memory; then nothing has changed.
+        """
+        target = min(self._rounded(size), self.pitch)
+        if target <= self.mapped:
             return
-        handle = ctypes.c_uint64()
-        size, address = ctypes.c_size_t(self.size), ctypes.c_uint64(self.address)
-        zero = ctypes.c_uint64(0)
-        self._call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._properties), zero)
-        self._call("cuMemMap", address, size, ctypes.c_size_t(0), handle, zero)
+        before = len(self._pieces)
+        try:
+            for plane in range(self.planes):
+                self._map_piece(self.address + plane * self.pitch + self.mapped, target - self.mapped)
+        except RolloutError:
+            self._unmap_pieces(before)
+            raise
+        self.mapped = target
+
+    def _map_piece(self, address: int, size: int) -> None:
+        handle, zero = ctypes.c_uint64(), ctypes.c_uint64(0)
+        start, length = ctypes.c_uint64(address), ctypes.c_size_t(size)
+        self._call("cuMemCreate", ctypes.byref(handle), length, ctypes.byref(self._properties), zero)
+        try:
+            self._call("cuMemMap", start, length, ctypes.c_size_t(0), handle, zero)
+        except RolloutError:
+            self._call("cuMemRelease", handle)
+            raise
+        self._pieces.append((address, size, handle))
         access = _Access(self._location, _READ_WRITE)
-        self._call("cuMemSetAccess", address, size, ctypes.byref(access), ctypes.c_size_t(1))
-        self._handle = handle
+        self._call("cuMemSetAccess", start, length, ctypes.byref(access), ctypes.c_size_t(1))
+
+    def _unmap_pieces(self, keep: int) -> None:
+        while len(self._pieces) > keep:
+            address, size, handle = self._pieces.pop()
+            self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
+            self._call("cuMemRelease", handle)
 
     def unmap(self) -> None:
         """Give the memory back. Nothing may touch the addresses until :meth:`map`."""
-        if self._handle is None:
-            return
-        torch.cuda.synchronize(self.device)
-        self._call("cuMemUnmap", ctypes.c_uint64(self.address), ctypes.c_size_t(self.size))
-        self._call("cuMemRelease", self._handle)
-        self._handle = None
+        if self.mapped:
+            self._wait()
+            self._unmap_pieces(0)
+            self.mapped = 0
 
     def tensor(self) -> torch.Tensor:
-        """(size,) uint8 view of the addresses; make it while mapped."""
+        """(size,) uint8 view of all addresses, also of those without memory; make it while something is mapped."""
         return torch.as_tensor(_Pointer(self.address, self.size), device=self.device)
 
     def close(self) -> None:

@@ -20,7 +20,8 @@ NULL_PAGE = 0
 class BlockManager:
     """Pages 1 .. ``num_pages`` of a cache (page 0 is :data:`NULL_PAGE`).
 
-    Invariants: a page is free, or indexed and unused (``_idle``), or has a positive reference count.
+    Invariants: a page is new (never taken, from ``len(_references)`` on), or free, or indexed and unused (``_idle``),
+    or has a positive reference count. Growing costs nothing: a small model's cache may have millions of pages.
     """
 
     def __init__(self, num_pages: int, page_size: int):
@@ -35,14 +36,12 @@ class BlockManager:
 
     def grow(self, num_pages: int) -> None:
         """Let there be ``num_pages`` pages; they keep their numbers."""
-        self._free.extend(range(self.num_pages + 1, num_pages + 1))
-        self._references.extend([0] * (num_pages - self.num_pages))
         self.num_pages = max(self.num_pages, num_pages)
 
     @property
     def available(self) -> int:
         """Pages that :meth:`take` can give."""
-        return len(self._free) + len(self._idle)
+        return self.num_pages + 1 - len(self._references) + len(self._free) + len(self._idle)
 
     @property
     def used(self) -> int:
@@ -59,6 +58,9 @@ class BlockManager:
         for _ in range(count):
             if self._free:
                 page = self._free.popleft()
+            elif len(self._references) <= self.num_pages:
+                page = len(self._references)
+                self._references.append(0)
             else:
                 page, _ = self._idle.popitem(last=False)
                 del self._page_of[self._digest_of.pop(page)]

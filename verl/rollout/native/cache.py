@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -20,33 +22,42 @@ class CacheShape:
 
     @property
     def page_bytes(self) -> int:
-        return self.layers * 2 * self.page_size * self.heads * self.size * self.dtype.itemsize
+        return self.layers * 2 * self.plane_bytes
+
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of one page among the keys, or the values, of one layer."""
+        return self.page_size * self.heads * self.size * self.dtype.itemsize
 
 
 class PagedCache:
-    """(layers, 2, pages, page_size, G, D) keys and values. Page 0 belongs to nobody."""
+    """(layers, 2, pages, page_size, G, D) keys and values. Page 0 belongs to nobody.
+
+    Attributes:
+        num_pages: pages that sequences can own; ``data`` may have addresses for more.
+    """
 
     def __init__(self, shape: CacheShape):
         self.shape = shape
         self.data: torch.Tensor | None = None
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that sequences can own."""
-        return 0 if self.data is None else self.data.shape[2] - 1
+        self.num_pages = 0
 
     def allocate(self, num_pages: int) -> None:
         """Take memory for ``num_pages`` pages; what the old ones held is kept (also if it is never looked at)."""
         s = self.shape
         old = self.data
-        self.data = torch.zeros(
-            s.layers, 2, num_pages + 1, s.page_size, s.heads, s.size, dtype=s.dtype, device=s.device
-        )
+        size = (s.layers, 2, num_pages + 1, s.page_size, s.heads, s.size)
+        if s.device.type == "cpu":  # numpy's zeros take memory only when they are written to
+            flat = np.zeros(math.prod(size) * s.dtype.itemsize, np.uint8)
+            data = torch.from_numpy(flat).view(s.dtype).view(size)
+        else:
+            data = torch.zeros(size, dtype=s.dtype, device=s.device)
         if old is not None:
-            self.data[:, :, : old.shape[2]] = old
+            data[:, :, : self.num_pages + 1] = old[:, :, : self.num_pages + 1]
+        self.data, self.num_pages = data, num_pages
 
     def release(self) -> None:
-        self.data = None
+        self.data, self.num_pages = None, 0
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole pages (from, to), in every layer."""

@@ -6,14 +6,16 @@ rows that are done.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.errors import RolloutError
+from verl.metrics import Metrics
 from verl.rollout.base import Completion, Request, RolloutEngine
 from verl.rollout.native.admission import admit
 from verl.rollout.native.blocks import BlockManager
@@ -22,7 +24,7 @@ from verl.rollout.native.runner import Drawn, Runner
 from verl.rollout.native.scheduler import Chunk, Scheduler
 from verl.rollout.native.sequence import Sequence
 from verl.rollout.native.settings import NativeSettings
-from verl.rollout.stops import has_stop_string
+from verl.rollout.stops import ends, stop_ids
 
 
 class NativeEngine(RolloutEngine):
@@ -38,6 +40,8 @@ class NativeEngine(RolloutEngine):
     """
 
     name = "native"
+    take_at_once = 8 << 30
+    """Bytes of cache up to which all that the requests may need is taken at once (a GPU: about 1 ms)."""
 
     def __init__(
         self,
@@ -56,15 +60,17 @@ class NativeEngine(RolloutEngine):
         self.scheduler = self._new_scheduler()
         self._finished: list[Sequence] = []
         self._submitted = 0
-        self.seconds = {"prefill": 0.0, "decode": 0.0}
+        self._room_for = -1  # how many requests were submitted when the cache last had room for all of them
+        self.seconds = {"prefill": 0.0, "decode": 0.0, "take": 0.0, "give": 0.0}
         self.tokens = {"prefill": 0, "decode": 0}  # computed so far: prompt tokens, decoded tokens
+        self.preemptions = 0  # since they were asked for
 
     def _make_runner(self, twin: PreTrainedModel, shape: CacheShape) -> Runner:
         if shape.device.type == "cuda":
             from verl.rollout.native.graphs import GraphRunner
 
             return GraphRunner(twin, shape, self.settings)
-        return Runner(twin, shape)
+        return Runner(twin, shape, self.settings)
 
     def _new_scheduler(self) -> Scheduler:
         limits = self.settings
@@ -76,8 +82,7 @@ class NativeEngine(RolloutEngine):
         for request in requests:
             sequence = Sequence(request, self._submitted)
             self._check(sequence)
-            params = request.params
-            sequence.stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
+            sequence.stops = stop_ids(request.params, self.eos)
             self.scheduler.add(sequence)
             self._submitted += 1
 
@@ -88,26 +93,47 @@ class NativeEngine(RolloutEngine):
     def abort(self, ids: Iterable[str] | None = None) -> None:
         self._finished += self.scheduler.abort(None if ids is None else set(ids))
 
+    def written(self) -> Iterator[tuple[str, list[int], list[float]]]:
+        for sequence in self.scheduler.running:
+            yield sequence.request.id, sequence.tokens, sequence.log_probs
+
     def weights_changed(self) -> None:
         if self.scheduler.active:
             raise RolloutError("The weights changed while responses were being written; abort them first.")
         self.blocks.forget()
+        self.runner.weights_changed()
 
     def release(self) -> None:
         """Give back the cache. The next :meth:`poll` takes memory for it again."""
         if self.scheduler.active:
             return
+        started = time.perf_counter()
         self.runner.release()
+        self.seconds["give"] += time.perf_counter() - started
+        self._room_for = -1
         self.blocks = BlockManager(0, self.settings.page_size)
         waiting = self.scheduler.waiting
         self.scheduler = self._new_scheduler()
         self.scheduler.waiting = waiting
 
+    def take_metrics(self) -> Metrics:
+        """``timing_s/kv_take`` and ``timing_s/kv_give``: seconds to take the cache's memory, and to give it back before
+        that (apart from the weights' ``timing_s/reshard``); ``rollout/preemptions``."""
+        metrics = Metrics()
+        for name in ("take", "give"):
+            if self.seconds[name]:
+                metrics.add(f"timing_s/kv_{name}", self.seconds[name], reduce="max")
+                self.seconds[name] = 0.0
+        if self.preemptions:
+            metrics.add("rollout/preemptions", float(self.preemptions), reduce="sum")
+            self.preemptions = 0
+        return metrics
+
     @torch.inference_mode()
     def poll(self) -> list[Completion]:
         if len(self.scheduler):
             self._ensure_cache()
-            started = time.perf_counter()
+            started, preempted = time.perf_counter(), self.scheduler.preemptions
             if chunks := self.scheduler.chunks():
                 self._prefill(chunks)
                 kind, done = "prefill", sum(c.length for c in chunks)
@@ -115,6 +141,7 @@ class NativeEngine(RolloutEngine):
                 kind, done = "decode", self._decode()
             self.seconds[kind] += time.perf_counter() - started
             self.tokens[kind] += done
+            self.preemptions += self.scheduler.preemptions - preempted
         finished, self._finished = self._finished, []
         return [sequence.completion() for sequence in finished]
 
@@ -139,7 +166,7 @@ class NativeEngine(RolloutEngine):
 
     def _decode(self) -> int:
         rows = self.scheduler.make_room()
-        return self._take_over(rows, self.runner.decode(rows)) if rows else 0
+        return self._take_over(rows, self.runner.decode(rows, not self.scheduler.waiting)) if rows else 0
 
     def _take_over(self, rows: list[Sequence], drawn: Drawn) -> int:
         """Append the new tokens up to each row's end, and take the rows that are done out of the batch.
@@ -170,11 +197,8 @@ class NativeEngine(RolloutEngine):
         if goes_on and row.stops.isdisjoint(row.tokens[known:]):
             return
         for i in range(known, min(len(row.tokens), params.max_tokens)):
-            stopped = row.tokens[i] in row.stops
-            if not stopped and params.stop:
-                stopped = has_stop_string(self.tokenizer, row.tokens[: i + 1], params.stop)
-            if stopped or i + 1 == params.max_tokens:
-                row.finish_reason = "stop" if stopped else "length"
+            row.finish_reason = ends(self.tokenizer, row.tokens[: i + 1], params, row.stops)
+            if row.finish_reason is not None:
                 del row.tokens[i + 1 :]
                 return
 
@@ -190,34 +214,66 @@ class NativeEngine(RolloutEngine):
                 f"Request {request.id} may reach {total} tokens, but the model has {self.max_positions} positions; "
                 "shorten the prompt or lower max_tokens."
             )
-        most = self._most_pages()
+        self._check_room(sequence, self._most_pages())
+
+    def _check_room(self, sequence: Sequence, most: int | None) -> None:
+        total = len(sequence.prompt) + sequence.request.params.max_tokens
         if most is not None and self.blocks.pages_for(total) > most:
             raise RolloutError(
-                f"Request {request.id} may need {total} tokens, but the cache holds {most * self.blocks.page_size}; "
-                "lower max_tokens or give the cache more memory."
+                f"Request {sequence.request.id} may need {total} tokens, but the cache holds "
+                f"{most * self.blocks.page_size}; lower max_tokens or give the cache more memory."
             )
 
     def _most_pages(self) -> int | None:
-        """Pages that the cache may have; None where only its allocation will tell."""
+        """Pages that the cache may have; None where only the memory free at the first :meth:`poll` will tell."""
         if self.settings.max_pages is not None:
             return self.settings.max_pages
         if self.runner.device.type == "cuda":
-            return self.runner.cache.num_pages or self.runner.planned_pages
+            return self.runner.planned_pages
         return max(1, self.settings.host_cache_bytes // self.runner.cache.shape.page_bytes)
 
     def _ensure_cache(self) -> None:
-        """Let the cache have room for what is pending, as far as its limit goes."""
-        have = self.runner.cache.num_pages
-        if have and have == self._most_pages():
+        """Let the cache have room for the work at hand, as far as its limit goes.
+
+        What the requests may need at most is taken at once where that is little. A large cache that can grow takes
+        what the next work needs, and half as much again each time that this is not enough.
+        """
+        if self._room_for == self._submitted:
             return
-        if self.runner.device.type == "cuda":
-            planned = self.settings.max_pages or self.runner.planned_pages
-            pages = have or planned or self._pages_of_free_memory()
-        else:
-            pages = min(self._pages_needed(), self._most_pages() or 1)
+        have, most = self.runner.cache.num_pages, self._most_pages()
+        if most is None:
+            most = self._pages_of_free_memory()
+            for sequence in self.scheduler.waiting:
+                self._check_room(sequence, most)
+        needed = min(self._pages_needed(), most)
+        pages = needed
+        if self.runner.grows and pages * self.runner.cache.shape.page_bytes > self.take_at_once:
+            wanted = self._pages_wanted()
+            pages = min(needed, max(wanted, have + have // 2)) if wanted > have else have
         if pages > have:
-            self.runner.allocate(pages)
+            started = time.perf_counter()
+            self.runner.allocate(pages, most)
             self.blocks.grow(self.runner.cache.num_pages)
+            self.seconds["take"] += time.perf_counter() - started
+        if self.runner.cache.num_pages >= needed:
+            self._room_for = self._submitted
+
+    def _pages_wanted(self) -> int:
+        """Pages in use after the next :meth:`poll` at most, and one more for each sequence then at work."""
+        s, blocks = self.scheduler, self.blocks
+        pages, rows = blocks.used, len(s.running)
+        for row in s.running:
+            ahead = row.length + min(s.lookahead, row.remaining)
+            pages += max(0, blocks.pages_for(ahead) - len(row.pages))
+        for leader in s.prefilling:
+            rows += 1 + len(leader.followers)
+            pages += (1 + len(leader.followers)) * blocks.pages_for(s.lookahead + 1)
+        before = None
+        for sequence in itertools.islice(s.waiting, max(0, s.max_num_seqs - rows)):
+            same = before is not None and s.same_prompt(before, sequence)
+            pages += 1 if same else blocks.pages_for(sequence.length + 1)
+            rows, before = rows + 1, sequence
+        return pages + rows
 
     def _pages_needed(self) -> int:
         """Pages for the ``max_num_seqs`` longest sequences at hand."""

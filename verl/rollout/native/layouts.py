@@ -9,8 +9,8 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
+from verl.models.sdpa import attend
 from verl.rollout.native.attention import Layout, Options
 from verl.rollout.native.cache import PagedCache
 from verl.rollout.native.scheduler import Chunk
@@ -32,7 +32,7 @@ def page_table(rows: Many[Many[int]], width: int) -> np.ndarray:
     return table
 
 
-class _Writes(Layout):
+class Writes(Layout):
     """Writes the new keys and values to their slots."""
 
     def __init__(self, cache: PagedCache, slots: torch.Tensor):
@@ -45,19 +45,7 @@ class _Writes(Layout):
         return keys, values
 
 
-def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: Options
-) -> torch.Tensor:
-    """Attention with soft-cap, spelled out: (B, G, Q, D), (B, G, L, D), mask broadcastable to (B, G, Q, L)."""
-    if options.softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=options.scale)
-    scores = query @ key.transpose(-1, -2) * options.scale
-    scores = torch.tanh(scores / options.softcap) * options.softcap
-    scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype) @ value
-
-
-class PrefillLayout(_Writes):
+class PrefillLayout(Writes):
     """Packed chunks of several sequences; each attends to its own earlier positions."""
 
     def __init__(self, cache: PagedCache, chunks: list[Chunk]):
@@ -84,23 +72,20 @@ class PrefillLayout(_Writes):
     @staticmethod
     def _segment(query, key, value, start: int, options: Options) -> torch.Tensor:
         """(T, H, D) outputs of queries at positions ``start ...`` to keys at 0 ... start + T."""
-        repeats = query.shape[1] // key.shape[1]
         q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        if repeats > 1:
-            k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
         total = key.shape[0]
         if not start and options.softcap is None and (options.window is None or options.window >= total):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=options.scale)
+            out = attend(q, k, v, scale=options.scale)
         else:
             distance = torch.arange(start, total, device=q.device)[:, None] - torch.arange(total, device=q.device)
             mask = distance >= 0
             if options.window is not None:
                 mask &= distance < options.window
-            out = masked_attention(q, k, v, mask, options)
+            out = attend(q, k, v, mask, scale=options.scale, softcap=options.softcap)
         return out[0].transpose(0, 1)
 
 
-class GatherLayout(_Writes):
+class GatherLayout(Writes):
     """One token a row; the row's pages are gathered. Works on every device and with static tensors in a graph.
 
     Args:
@@ -122,7 +107,10 @@ class GatherLayout(_Writes):
         mask = self.distance >= 0
         if options.window is not None:
             mask = mask & (self.distance < options.window)
-        return masked_attention(query.reshape(b, g, h // g, d), k, v, mask[:, None, None], options).reshape(b, h, d)
+        out = attend(
+            query.reshape(b, g, h // g, d), k, v, mask[:, None, None], scale=options.scale, softcap=options.softcap
+        )
+        return out.reshape(b, h, d)
 
 
 def decode_table(cache: PagedCache, rows: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 from verl.rollout.base import SamplingParams
 from verl.rollout.native.attention import Layout
 from verl.rollout.native.cache import CacheShape, PagedCache
-from verl.rollout.native.cascade import CascadeLayout
+from verl.rollout.native.cascade import Cascade, CascadeLayout
 from verl.rollout.native.layouts import GatherLayout, PrefillLayout, decode_table
+from verl.rollout.native.linears import HostLinears, onednn_works
 from verl.rollout.native.scheduler import Chunk
 from verl.rollout.native.sequence import Sequence
+from verl.rollout.native.settings import NativeSettings
 from verl.rollout.sampling import draw
 
 
@@ -33,14 +35,25 @@ class Drawn:
 
 
 class Runner:
-    """One token a row and step, sampled on the host's schedule. Works on every device."""
+    """One token a row and step, sampled on the host's schedule. Works on every device.
+
+    Attributes:
+        lookahead: tokens that a row may write in one :meth:`decode`.
+        grows: the cache can grow while rows are running, at the cost of the new pages alone.
+    """
 
     lookahead = 1
+    grows = False
 
-    def __init__(self, twin: PreTrainedModel, shape: CacheShape):
+    def __init__(self, twin: PreTrainedModel, shape: CacheShape, settings: NativeSettings):
         self.twin = twin
+        self.settings = settings
         self.cache = PagedCache(shape)
         self.device = shape.device
+        self.cascade = Cascade(self.cache, settings.host_slab_bytes)
+        self.linears: HostLinears | None = None
+        if onednn_works(shape.device, shape.dtype):
+            self.linears = HostLinears(twin, settings.host_pack_bytes)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, layout: Layout, keep: torch.Tensor) -> torch.Tensor:
         """(len(keep), V) logits at the places ``keep`` of the packed (T,) tokens."""
@@ -70,13 +83,15 @@ class Runner:
         ids = torch.tensor([s.last_token for s in rows], device=self.device)
         table, positions = decode_table(self.cache, rows)
         if self.device.type == "cpu":
-            layout: Layout = CascadeLayout(self.cache, rows)
+            layout: Layout = CascadeLayout(self.cascade, rows)
         else:
             layout = GatherLayout(self.cache, table, positions)
         return self.forward(ids, positions, layout, torch.arange(len(rows), device=self.device))
 
-    def decode(self, rows: list[Sequence]) -> Drawn:
-        """One token for every row."""
+    def decode(self, rows: list[Sequence], ahead: bool = False) -> Drawn:
+        """One token for every row. ``ahead``: no other rows wait, so what follows may be begun at once."""
+        if self.linears is not None:
+            self.linears.plan(len(rows), max(row.remaining for row in rows))
         return self.sample(rows, self.decode_logits(rows))
 
     def sample(self, rows: list[Sequence], logits: torch.Tensor) -> Drawn:
@@ -94,22 +109,30 @@ class Runner:
             seeds = torch.tensor([rows[i].request.seed for i in index], dtype=torch.int32, device=self.device)
             places = torch.tensor([len(rows[i].tokens) for i in index], dtype=torch.int32, device=self.device)
             part = logits if len(kinds) == 1 else logits[torch.tensor(index, device=self.device)]
-            tokens, log_probs, sampled = draw(part, params, seeds, places)
+            written = [rows[i].written() for i in index] if params.adjusted else ()
+            tokens, log_probs, sampled = draw(part, params, seeds, places, written)
             drawn.tokens[0, index] = tokens.cpu().numpy()
             drawn.log_probs[0, index] = log_probs.cpu().numpy()
             if sampled is not None:
                 drawn.sampled[0, index] = sampled.cpu().numpy()
         return drawn
 
+    def weights_changed(self) -> None:
+        """Forget what was copied or computed from the old weights."""
+        self.cascade.drop()
+        if self.linears is not None:
+            self.linears.drop()
+
     def release(self) -> None:
-        """Give back the cache."""
+        """Give back the cache, and what was made for the rollout."""
+        self.weights_changed()
         self.cache.release()
 
-    def allocate(self, num_pages: int) -> None:
-        """Take memory for at least ``num_pages`` pages."""
+    def allocate(self, num_pages: int, most: int) -> None:
+        """Take memory for at least ``num_pages`` pages, in view of ``most`` later."""
         self.cache.allocate(num_pages)
 
     @property
     def planned_pages(self) -> int | None:
-        """Pages that the next :meth:`allocate` must have to keep what depends on addresses; None if nothing does."""
+        """Pages that :meth:`allocate` must plan for to keep what depends on addresses; None if nothing does."""
         return None

@@ -79,12 +79,12 @@ class Scheduler:
             self.prefilling.append(sequence)
             tokens += sequence.length - sequence.computed
             places -= 1
-            while self.waiting and places > 0 and self._same_prompt(sequence, self.waiting[0]):
+            while self.waiting and places > 0 and self.same_prompt(sequence, self.waiting[0]):
                 sequence.followers.append(self.waiting.popleft())
                 places -= 1
 
     @staticmethod
-    def _same_prompt(leader: Sequence, other: Sequence) -> bool:
+    def same_prompt(leader: Sequence, other: Sequence) -> bool:
         return not leader.tokens and not other.tokens and leader.prompt_key == other.prompt_key
 
     def _give_pages(self, sequence: Sequence) -> bool:

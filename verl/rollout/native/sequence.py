@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from verl.rollout.base import Completion, Request
+from verl.rollout.sampling import Written
 
 
 class Sequence:
@@ -42,6 +43,10 @@ class Sequence:
     def ids(self) -> np.ndarray:
         """(length,) prompt and response so far."""
         return np.concatenate([self.prompt, np.array(self.tokens, dtype=np.int64)]) if self.tokens else self.prompt
+
+    def written(self) -> Written:
+        """What its adjusted logits depend on."""
+        return Written(self.ids(), len(self.tokens), self.stops)
 
     @property
     def last_token(self) -> int:

@@ -21,7 +21,10 @@ class NativeSettings:
         max_pages: pages at most; None sizes the cache (a GPU: by its free memory; else: by need, up to
             ``host_cache_bytes``).
         host_cache_bytes: cap of the cache outside a GPU.
+        host_slab_bytes: cap of the copies of running rows' keys and values that a CPU attends to; 0 for none.
+        host_pack_bytes: a model on a CPU whose linear weights are not larger decodes with packed copies of them.
         window: decode steps on a GPU between two looks of the host.
+        overlap: where the same rows will go on, begin the next window before the results of the last are looked at.
         compile: compile the decoder layers on a GPU; "auto" does so once enough decode steps are planned.
         triton: use the Triton kernels where the GPU runs them.
         graphs: capture decode steps as CUDA graphs.
@@ -33,7 +36,10 @@ class NativeSettings:
     gpu_memory_utilization: float = 0.5
     max_pages: int | None = None
     host_cache_bytes: int = 2 << 30
+    host_slab_bytes: int = 2 << 30
+    host_pack_bytes: int = 2 << 30
     window: int = 16
+    overlap: bool = True
     compile: str = "auto"
     triton: bool = True
     graphs: bool = True

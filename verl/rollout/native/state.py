@@ -7,7 +7,7 @@ import torch
 
 from verl.rollout.native.blocks import NULL_PAGE
 from verl.rollout.native.layouts import page_table
-from verl.rollout.native.row_sampling import RowSampling
+from verl.rollout.native.row_sampling import Adjusting, RowSampling, mark_seen
 from verl.rollout.native.runner import Drawn
 from verl.rollout.native.sequence import Sequence
 
@@ -25,27 +25,39 @@ class DecodeState:
         self.positions = torch.zeros(size, dtype=whole, device=device)
         self.places = torch.arange(size, device=device)
         self.table = torch.full((size, width), NULL_PAGE, dtype=torch.int32, device=device)
+        self.sharing = torch.zeros(2, size, dtype=torch.int32, device=device)
         self.stops = torch.full((size, stop_width), -1, dtype=whole, device=device)
         self.alive = torch.zeros(size, dtype=torch.bool, device=device)
         self.left = torch.zeros(size, dtype=whole, device=device)
         self.counts = torch.zeros(size, dtype=whole, device=device)
         self.step_index = torch.zeros(1, dtype=whole, device=device)
         self.sampling = RowSampling.empty(size, device)
+        self.seen: torch.Tensor | None = None  # (size, V), once a row's logits depend on what it holds
         self.out_tokens = torch.zeros(window, size, dtype=whole, device=device)
         self.out_log_probs = torch.zeros(2, window, size, device=device)  # plain and filtered
 
     def holds(self, size: int, width: int, stops: int) -> bool:
         return self.size >= size and self.width >= width and self.stop_width >= stops
 
+    def watch_seen(self, vocabulary: int) -> None:
+        """Keep note of the ids that each row holds."""
+        if self.seen is None:
+            self.seen = torch.zeros(self.size, vocabulary, dtype=torch.bool, device=self.tokens.device)
+
+    def adjusting(self, bucket: int) -> Adjusting:
+        assert self.seen is not None
+        return Adjusting(self.seen[:bucket], self.stops[:bucket])
+
     def clear(self, bucket: int) -> None:
         """Rows that own nothing."""
         self.alive[:bucket] = False
         self.positions[:bucket] = 0
         self.table[:bucket] = NULL_PAGE
+        self.sharing.zero_()
         self.step_index.zero_()
 
-    def fill(self, rows: list[Sequence], bucket: int, vocabulary: int) -> None:
-        """Let the first places be ``rows``, and the rest of the bucket padding."""
+    def fill(self, rows: list[Sequence], bucket: int, vocabulary: int, sharing: np.ndarray) -> None:
+        """Let the first places be ``rows``, and the rest of the bucket padding. ``sharing``: (2, rows)."""
         n = len(rows)
         numbers = np.zeros((3, bucket), np.int64)
         numbers[:, :n] = np.array([(s.last_token, s.length - 1, s.remaining) for s in rows]).T
@@ -60,8 +72,12 @@ class DecodeState:
             (self.stops, torch.from_numpy(stops)),
         ):
             target[:bucket].copy_(source)
+        self.sharing.zero_()
+        self.sharing[:, :n].copy_(torch.from_numpy(sharing))
         self.alive[:bucket] = self.left[:bucket] > 0
         self.sampling.fill(rows, vocabulary)
+        if self.seen is not None and any(row.request.params.adjusted for row in rows):
+            mark_seen(self.seen, rows)
         self.resume(rows, bucket)
 
     def resume(self, rows: list[Sequence], bucket: int) -> None:
@@ -87,9 +103,27 @@ class DecodeState:
         self.sampling.step[:bucket] += alive
         self.step_index += 1
 
-    def read(self, rows: int, steps: int) -> Drawn:
-        """Wait for the steps and bring their results to the host."""
-        counts = self.counts[:rows].cpu().numpy()
-        tokens = self.out_tokens[:steps, :rows].cpu().numpy()
-        log_probs = self.out_log_probs[:, :steps, :rows].cpu().numpy()
-        return Drawn(tokens, log_probs[0], log_probs[1], counts)
+    def take(self, rows: int, steps: int) -> Taken:
+        """Begin to bring the results of the steps to the host; later steps do not touch what is taken."""
+        parts = (self.counts[:rows], self.out_tokens[:steps, :rows], self.out_log_probs[:, :steps, :rows])
+        if self.tokens.device.type != "cuda":
+            return Taken(*[part.clone() for part in parts])
+        taken = Taken(*[part.to("cpu", non_blocking=True) for part in parts])
+        taken.arrived = torch.cuda.Event()
+        taken.arrived.record(torch.cuda.current_stream(self.tokens.device))
+        return taken
+
+
+class Taken:
+    """Results on their way to the host: (rows,) counts, (steps, rows) tokens and (2, steps, rows) log-probs."""
+
+    def __init__(self, counts: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor):
+        self.counts, self.tokens, self.log_probs = counts, tokens, log_probs
+        self.arrived: torch.cuda.Event | None = None
+
+    def read(self) -> Drawn:
+        """Wait for them."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        log_probs = self.log_probs.numpy()
+        return Drawn(self.tokens.numpy(), log_probs[0], log_probs[1], self.counts.numpy())

@@ -1,13 +1,13 @@
 "use strict";
 // Curves. Each is drawn when it first comes into view, and again when smoothing, scale, zoom or colours change.
 
-const data = JSON.parse(document.getElementById("data").textContent);
+let data = JSON.parse(document.getElementById("data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const coarse = matchMedia("(pointer: coarse)").matches; // a finger scrolls; it must not zoom a curve by accident
 const narrow = matchMedia("(max-width: 720px)").matches;
 const LIGHT = ["#2f5fd0", "#d9702a", "#2a9160", "#a8447f", "#8a6fd1", "#b58a00", "#3a93a8", "#c2483c", "#6b7a86", "#7a5b3a"];
 const DARK = ["#7fa4ff", "#f2a267", "#6fcf9a", "#e58fbd", "#b9a4f5", "#e3c257", "#79c7d8", "#f28b7f", "#a5b1bb", "#c6a37c"];
-const view = { smoothing: 0, logarithmic: false, range: null };
+const view = { smoothing: 0, logarithmic: false, range: null, axis: "steps", hidden: new Set() };
 const charts = new Map(); // element -> function that draws it
 
 function element(tag, className, ...children) {
@@ -51,7 +51,7 @@ function layout(extra) {
     hovermode: "x unified", hoverlabel: { bgcolor: css("--card"), bordercolor: line, font: { size: 12 } },
     dragmode: coarse ? false : "zoom", showlegend: false,
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11.5, color: soft } },
-    xaxis: { ...axis, showgrid: false, range: view.range || undefined, autorange: !view.range, nticks: 7, hoverformat: ",d" },
+    xaxis: { ...axis, showgrid: false, range: view.range || undefined, autorange: !view.range, nticks: 7, hoverformat: view.axis === "steps" ? ",d" : ",.1f" },
     yaxis: { ...axis, type: view.logarithmic ? "log" : "linear", fixedrange: true, nticks: 6, exponentformat: "e" },
   }, extra);
 }
@@ -65,8 +65,9 @@ function traces(chart) {
     found.push({ ...edge, y: chart.band[1], name: "max", fill: "tonexty", fillcolor: colours[0] + "22" });
   }
   chart.lines.forEach((line, i) => {
-    const colour = colours[i % colours.length];
-    const base = { x: data.steps, name: plain(line.name), connectgaps: true, hovertemplate: "%{y:.4~g}" };
+    if (view.hidden.has(line.run)) return;
+    const colour = colours[(data.runs ? line.run : i) % colours.length];
+    const base = { x: data.runs ? data.runs[line.run][view.axis] : data.steps, name: plain(line.name), connectgaps: true, hovertemplate: "%{y:.4~g}" };
     const few = sparse(line.y); // validations: each point counts, and is shown as it is
     if (view.smoothing > 0 && !few) {
       found.push({ ...base, y: line.y, mode: "lines", opacity: 0.25, hoverinfo: "skip", hovertemplate: null, showlegend: false, line: { color: colour, width: 1.2 } });
@@ -78,9 +79,15 @@ function traces(chart) {
 }
 
 function shape(chart) {
-  const found = layout({ showlegend: chart.lines.length > 1 });
-  const highest = Math.max(...chart.lines.flatMap((line) => line.y.map((value) => Math.abs(value || 0))));
-  if (highest >= 1e4) found.yaxis.tickformat = "~s"; // 36k
+  const found = layout({ showlegend: !data.runs && chart.lines.length > 1 }); // runs have their legend at the top
+  let low = Infinity, high = -Infinity;
+  for (const line of chart.lines) {
+    for (const value of line.y) if (value !== null) { low = Math.min(low, value); high = Math.max(high, value); }
+  }
+  if (Math.max(-low, high) >= 1e4) found.yaxis.tickformat = "~s"; // 36k
+  if (low === high && low !== 0 && !view.logarithmic && !chart.band) {
+    found.yaxis.range = [Math.min(0, 2 * low), Math.max(0, 2 * low)]; // a constant, however small, is no zero line
+  }
   return found;
 }
 
@@ -138,19 +145,31 @@ function chartCard(chart) {
 
 function showCurves() {
   const place = document.getElementById("curves");
+  const known = new Map([...place.querySelectorAll("details.panel")].map((box) => [box.dataset.title, box.open]));
+  for (const node of charts.keys()) watcher.unobserve(node);
+  charts.clear();
+  place.replaceChildren();
   for (const panel of data.panels) {
     const count = panel.open ? "" : element("small", "", `${panel.charts.length} charts`);
     const head = element("summary", "", element("h2", "", panel.title, count));
     const box = element("details", "panel", head, element("div", "grid", ...panel.charts.map(chartCard)));
-    box.open = panel.open && (narrow ? place.childElementCount < 2 : true);
+    box.dataset.title = panel.title;
+    box.open = known.get(panel.title) ?? (panel.open && (narrow ? place.childElementCount < 2 : true));
     place.append(box);
   }
   if (!data.panels.length) place.append(element("p", "none-found", "No metrics were logged yet."));
 }
 
+// A section without content is hidden, its link too.
+function present(id, content) {
+  document.getElementById(id).hidden = !content;
+  document.querySelector(`nav a[href="#${id}"]`).hidden = !content;
+  return Boolean(content);
+}
+
 function showPhases() {
-  const section = document.getElementById("time");
-  if (!data.phases.length) { section.remove(); document.querySelector('nav a[href="#time"]').remove(); return; }
+  document.getElementById("phase-bar").replaceChildren();
+  if (!present("time", data.phases.length)) return;
   const sums = data.phases.map((phase) => phase.y.reduce((sum, value) => sum + (value || 0), 0));
   const all = sums.reduce((a, b) => a + b, 0) || 1;
   const bar = element("div", "bar"), list = element("ul");

@@ -5,6 +5,7 @@ const PAGE_SIZE = 25;
 const byId = (id) => document.getElementById(id);
 
 function showHeader() {
+  for (const id of ["facts", "tiles"]) byId(id).replaceChildren();
   byId("title").textContent = data.title;
   for (const [label, text] of data.facts) {
     byId("facts").append(element("div", "", element("dt", "", label), element("dd", "", text)));
@@ -34,7 +35,7 @@ function tileCard(tile) {
 // -- samples ----------------------------------------------------------------------------------------------------------
 let page = 0, matches = [];
 const asText = (value) => (value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
-const searchable = data.samples.map((row) => [row.prompt, row.response, row.ground_truth].map(asText).join("\n").toLowerCase());
+let searchable = [];
 
 function limits(name) {
   const read = (id, otherwise) => (byId(id).value === "" ? otherwise : Number(byId(id).value));
@@ -42,12 +43,13 @@ function limits(name) {
 }
 
 function filterSamples() {
-  const query = byId("query").value.toLowerCase(), split = byId("split").value;
+  const query = byId("query").value.toLowerCase(), split = byId("split").value, run = byId("run")?.value;
   const [firstStep, lastStep] = limits("step"), [least, greatest] = limits("score");
   const anyScore = least === -Infinity && greatest === Infinity; // a failed reward has no score to compare
   matches = [];
   data.samples.forEach((row, i) => {
     if (split && row.split !== split) return;
+    if (run && row.run !== Number(run)) return;
     if (row.step < firstStep || row.step > lastStep) return;
     if (!anyScore && !(typeof row.score === "number" && row.score >= least && row.score <= greatest)) return;
     if (query && !searchable[i].includes(query)) return;
@@ -65,6 +67,7 @@ function sortMatches(order) {
     newest: (a, b) => step(b) - step(a) || a - b,
     oldest: (a, b) => step(a) - step(b) || a - b,
     best: (a, b) => score(b, -1e300) - score(a, -1e300) || step(b) - step(a) || a - b,
+    prompt: (a, b) => (asText(data.samples[a].prompt) < asText(data.samples[b].prompt) ? -1 : asText(data.samples[a].prompt) > asText(data.samples[b].prompt) ? 1 : a - b),
     worst: (a, b) => score(a, 1e300) - score(b, 1e300) || step(b) - step(a) || a - b,
   };
   matches.sort(compare[order]);
@@ -94,6 +97,7 @@ function showPage() {
 
 function sampleRow(row, query) {
   const where = element("div", "where", element("b", "", String(row.step)), [row.split, row.finish_reason].filter(Boolean).join(" · "));
+  if (data.runs) where.append(element("span", "run", runKey(row.run), data.runs[row.run].name));
   const cells = [["prompt", "prompt"], ["response", "response"], ["expected", "ground_truth"]].map(([label, key]) => {
     const text = asText(row[key]);
     const cell = element("div", text ? "text" : "text empty");
@@ -122,18 +126,37 @@ function highlight(node, text, query) {
 }
 
 function showSamples() {
-  if (!data.samples.length) { byId("samples").remove(); document.querySelector('nav a[href="#samples"]').remove(); return; }
+  if (!present("samples", data.samples.length)) return;
+  searchable = data.samples.map((row) => [row.prompt, row.response, row.ground_truth].map(asText).join("\n").toLowerCase());
   const splits = [...new Set(data.samples.map((row) => row.split))];
-  byId("split").append(new Option("all splits", ""), ...splits.map((split) => new Option(split, split)));
+  choices("split", "all splits", splits.map((split) => [split, split]));
   byId("split").hidden = splits.length < 2;
-  for (const control of byId("filters").elements) control.addEventListener("input", filterSamples);
+  const shown = page;
   filterSamples();
+  page = Math.min(shown, Math.max(0, Math.ceil(matches.length / PAGE_SIZE) - 1));
+  if (page) showPage();
+}
+
+// Fill a select box, keeping what is chosen.
+function choices(id, all, options) {
+  const before = byId(id).value;
+  byId(id).replaceChildren(new Option(all, ""), ...options.map(([value, text]) => new Option(text, value)));
+  if (options.some(([value]) => String(value) === before)) byId(id).value = before;
+}
+
+// The coloured dot of a run.
+function runKey(run) {
+  const key = element("i");
+  key.style.background = palette()[run % palette().length];
+  key.dataset.colour = run;
+  return key;
 }
 
 // -- config, machine, notices -------------------------------------------------------------------------------------------
 function showTable(section, values) {
   const entries = Object.entries(values), search = section.querySelector(".table-search"), table = section.querySelector(".table");
-  if (!entries.length) { section.remove(); document.querySelector(`nav a[href="#${section.id}"]`).remove(); return; }
+  if (!present(section.id, entries.length)) return;
+  section.querySelector("h2 small")?.remove();
   section.querySelector("h2").append(element("small", "", `${entries.length} entries`));
   const show = () => {
     const query = search.value.toLowerCase();
@@ -146,27 +169,48 @@ function showTable(section, values) {
     }));
     if (!found.length) table.append(element("p", "none-found", "Nothing fits."));
   };
-  search.addEventListener("input", show);
+  search.oninput = show;
   show();
 }
 
 function showNotices() {
-  if (!data.notices.length) { byId("notices").remove(); document.querySelector('nav a[href="#notices"]').remove(); return; }
-  byId("notice-list").append(...data.notices.map((notice) => element("li", "", element("time", "", notice.time), element("span", "", notice.text))));
+  if (!present("notices", data.notices.length)) return;
+  byId("notice-list").replaceChildren(...data.notices.map((notice) => element("li", "", element("time", "", notice.time), element("span", "", notice.text))));
 }
 
-showHeader();
-showCurves();
-showPhases();
-showSamples();
-showTable(byId("config"), data.config);
-showTable(byId("machine"), data.environment);
-showNotices();
-if (data.steps.length > 200) { view.smoothing = 0.85; byId("smoothing").value = "0.85"; } // a long run is noise otherwise
-byId("smoothing").addEventListener("input", (event) => { view.smoothing = Number(event.target.value); redraw(); });
-byId("logarithmic").addEventListener("change", (event) => { view.logarithmic = event.target.checked; redraw(); });
-byId("unzoom").addEventListener("click", () => zoom(null));
-dark.addEventListener("change", redraw);
-loadPlotly().catch((error) => {
-  byId("curves").prepend(element("p", "none-found", `The curves cannot be drawn in this browser (${error}); a newer one can.`));
-});
+// -- the controls, and following a run that is not finished ---------------------------------------------------------------
+function setUp(show) {
+  show();
+  for (const control of byId("filters").elements) control.addEventListener("input", filterSamples);
+  byId("smoothing").value = String(view.smoothing);
+  byId("smoothing").addEventListener("input", (event) => { view.smoothing = Number(event.target.value); redraw(); });
+  byId("logarithmic").addEventListener("change", (event) => { view.logarithmic = event.target.checked; redraw(); });
+  byId("unzoom").addEventListener("click", () => zoom(null));
+  dark.addEventListener("change", () => { recolour(); redraw(); });
+  loadPlotly().catch((error) => {
+    byId("curves").prepend(element("p", "none-found", `The curves cannot be drawn in this browser (${error}); a newer one can.`));
+  });
+  if (data.live) setInterval(() => follow(show), 1000 * data.live.seconds);
+}
+
+function recolour() {
+  document.querySelectorAll("[data-colour]").forEach((node) => { node.style.background = palette()[Number(node.dataset.colour) % palette().length]; });
+}
+
+async function follow(show) {
+  try {
+    const reply = await fetch(`${data.live.url}&known=${encodeURIComponent(data.live.stamp)}`);
+    if (reply.status === 204) return;
+    if (!reply.ok) throw new Error(`the server says ${reply.status}`);
+    data = await reply.json();
+    show();
+    redraw();
+    byId("lost")?.remove();
+  } catch (error) {
+    if (!byId("lost")) {
+      const box = element("p", "none-found", `No news any more (${error.message}): verl dash has ended, or the run's folder has gone.`);
+      box.id = "lost";
+      document.querySelector("main").prepend(box);
+    }
+  }
+}

@@ -7,6 +7,7 @@ from verl.trainer.settings import old_log_probs_needed
 
 SEQUENCE = ["prompts", "responses", "response_mask", "attention_mask"]
 ROLLOUT = [*SEQUENCE, "input_ids", "position_ids", "rollout_log_probs", "finish_reason"]
+TURNS = "__num_turns__"  # given where conversations have several
 SCORES = ["token_level_scores", "score_valid", "reward_extra_info", "reward_error"]
 STATE = ("actor.weights", "critic.weights", "ref.weights", "kl_coef")
 # what trackers and reports read besides the metrics

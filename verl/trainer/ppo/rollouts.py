@@ -11,7 +11,7 @@ from verl.dataflow import Dataflow, Loop, Node, expand, subset
 from verl.protocol import DataProto
 from verl.rollout.base import SamplingParams
 from verl.trainer import nodes
-from verl.trainer.ppo.keys import ROLLOUT, SCORES, SEQUENCE, STATE
+from verl.trainer.ppo.keys import ROLLOUT, SCORES, SEQUENCE, STATE, TURNS
 from verl.trainer.roles import Roles
 from verl.trainer.settings import train_sampling
 
@@ -22,13 +22,17 @@ def prompt_inputs(columns: Sequence[str]) -> dict[str, list[str]]:
     return {"prompt": ["prompt_ids", *columns]}
 
 
-def rollout_nodes(roles: Roles, columns: Sequence[str], n: int, sampling: SamplingParams) -> list[Node]:
-    """Generate and score, streamed row by row where the reward function allows it."""
+def rollout_nodes(
+    roles: Roles, columns: Sequence[str], n: int, sampling: SamplingParams, several_turns: bool = False
+) -> list[Node]:
+    """Generate and score, streamed row by row where the reward function allows it. In ``several_turns`` the
+    environment reads the row's columns, and scores may depend on the number of turns."""
+    turns = [TURNS] if several_turns else []
     generate = Node(
         "generate",
         roles.generate,
-        needs=["prompt_ids"],
-        gives=ROLLOUT,
+        needs=["prompt_ids", *columns] if several_turns else ["prompt_ids"],
+        gives=[*ROLLOUT, *turns],
         relation=expand(n),
         reads=["actor.weights"],
         pool="actor",
@@ -38,10 +42,10 @@ def rollout_nodes(roles: Roles, columns: Sequence[str], n: int, sampling: Sampli
     score = Node(
         "score",
         roles.score,
-        needs=[*SEQUENCE, *(f"prompt/{name}" for name in columns)],
+        needs=[*SEQUENCE, *turns, *(f"prompt/{name}" for name in columns)],
         gives=SCORES,
         pool="reward",
-        per_row=roles.reward.per_row,
+        per_row=roles.reward is not None and roles.reward.per_row,
     )
     return [generate, score]
 
@@ -81,9 +85,10 @@ def greedy_baseline(roles: Roles, config: Config) -> list[Node]:
 def dynamic_sampling(roles: Roles, config: Config, source: Callable[[int], DataProto | None]) -> Loop:
     """DAPO: draw prompts until the batch is full of groups whose responses do not all score the same."""
     groups, columns = config.algorithm.filter_groups, roles.prompt_columns
+    several = config.actor_rollout_ref.rollout.multi_turn.enable
     needs = ["token_level_scores", "response_mask", "score_valid", "reward_extra_info"]
     body = Dataflow(
-        *rollout_nodes(roles, columns, config.actor_rollout_ref.rollout.n, train_sampling(config)),
+        *rollout_nodes(roles, columns, config.actor_rollout_ref.rollout.n, train_sampling(config), several),
         Node("filter", partial(nodes.filter_groups, metric=groups.metric or "score"), needs, relation=subset),
         inputs=prompt_inputs(columns),
         state=STATE,
@@ -94,7 +99,12 @@ def dynamic_sampling(roles: Roles, config: Config, source: Callable[[int], DataP
         body,
         source,
         limit=groups.max_num_gen_batches or NO_LIMIT,
-        gives=[*ROLLOUT, *SCORES, *(f"prompt/{name}" for name in ("prompt_ids", *columns))],
+        gives=[
+            *ROLLOUT,
+            *([TURNS] if several else []),
+            *SCORES,
+            *(f"prompt/{name}" for name in ("prompt_ids", *columns)),
+        ],
         carry="save" if groups.carry else "drop",
         take=config.data.train_batch_size,
         on_limit="error" if groups.on_limit == "error" else "short",

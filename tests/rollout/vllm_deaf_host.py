@@ -1,0 +1,5 @@
+"""A host that never answers."""
+
+import time
+
+time.sleep(600)

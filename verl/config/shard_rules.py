@@ -1,0 +1,54 @@
+"""Rules of sharded training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl.config.derived import needs_critic, needs_reference
+from verl.config.tree import Config
+
+_ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+
+
+def shard_contradictions(config: Config) -> Iterator[str]:
+    """A sentence for each contradiction."""
+    policy = config.actor_rollout_ref
+    for key, role, used, ranks in (
+        (_ACTOR, policy.actor, True, _ranks(config.trainer, config.trainer)),
+        (_REF, policy.ref, needs_reference(config), _ranks(policy.ref, config.trainer)),
+        ("critic", config.critic, needs_critic(config), _ranks(config.critic, config.trainer)),
+    ):
+        size = role.fsdp_config.fsdp_size
+        if used and ranks > 1 and role.strategy != "torch" and size != -1 and (size < 1 or ranks % size):
+            yield f"{key}.fsdp_config.fsdp_size={size} does not divide its {ranks} processes: use -1 or a divisor"
+        split = role.ulysses_sequence_parallel_size
+        if used and split > 1 and (role.strategy == "torch" or ranks % split):
+            problem = (
+                "needs sharded weights" if role.strategy == "torch" else f"does not divide its {ranks} process(es)"
+            )
+            yield f"{key}.ulysses_sequence_parallel_size={split} {problem}: use 1, or {_advice(role, ranks)}"
+    for key, role, used in ((_ACTOR, policy.actor, True), ("critic", config.critic, needs_critic(config))):
+        optimizer = role.optim.optimizer
+        if used and role.strategy == "fsdp" and optimizer not in ("AdamW", "SGD"):
+            yield (
+                f"{key}.optim.optimizer={optimizer} does not treat each weight by itself, so it cannot work on shards: "
+                f"use AdamW or SGD, or {key}.strategy=torch"
+            )
+    if policy.rollout.tensor_model_parallel_size > 1 and policy.rollout.name in ("native", "hf"):
+        yield (
+            f"{_ROLLOUT}.tensor_model_parallel_size={policy.rollout.tensor_model_parallel_size} with {_ROLLOUT}.name="
+            f"{policy.rollout.name}: every process generates with all weights here; only vLLM splits a model, so use 1 "
+            f"or {_ROLLOUT}.name=vllm"
+        )
+
+
+def _advice(role, ranks: int) -> str:
+    if role.strategy == "torch":
+        return "strategy=auto"
+    return "more processes (trainer.n_gpus_per_node)" if ranks == 1 else "a divisor"
+
+
+def _ranks(role, trainer) -> int:
+    if getattr(role, "enable_resource_pool", False):
+        return (role.n_gpus_per_node or trainer.n_gpus_per_node) * role.nnodes
+    return trainer.n_gpus_per_node * trainer.nnodes

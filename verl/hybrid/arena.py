@@ -1,0 +1,107 @@
+"""The rollout's own copy of sharded weights: whole tensors at addresses that never move.
+
+Every tensor has a slot as long as all ranks' shards together. A rank casts its shard into its place in the slot,
+and an all-gather in place fills the rest, so that nothing is copied twice and no other memory is needed. FSDP cuts the
+first dimension into equal parts, of which only the last may be short: the rows of the tensor lie one behind the other
+at the start of the slot, with padding behind them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from verl.errors import RolloutError
+from verl.notices import notice
+from verl.rollout.native.arena import Arena
+from verl.train_engine.fsdp_module import ShardedModule, rows_per_rank
+
+ALIGNMENT = 512  # bytes
+
+
+class WeightArena:
+    """Room for the whole weights of ``sharded`` in the type that computes.
+
+    On a GPU the memory can be given back between rollouts while the addresses stay; elsewhere it is kept.
+
+    Attributes:
+        parameters: views of the slots by name; frozen parameters with the shapes of the whole weights.
+        nbytes: memory that the arena takes while it is held.
+    """
+
+    def __init__(self, sharded: ShardedModule):
+        self.sharded = sharded
+        item = sharded.live_dtype.itemsize
+        places: dict[str, tuple[int, tuple[int, ...]]] = {}
+        offset = 0
+        for unit in sharded.units:
+            for name in unit:
+                shape = tuple(sharded.shards[name].shape)
+                padded = (rows_per_rank(shape[0], sharded.group_size) * sharded.group_size, *shape[1:])
+                places[name] = offset, padded
+                offset += -(-math.prod(padded) * item // ALIGNMENT) * ALIGNMENT
+        self.nbytes = offset
+        self._pages = _pages(offset, sharded.device)
+        if self._pages is None:
+            memory = torch.empty(offset, dtype=torch.uint8, device=sharded.device)
+        else:
+            self._pages.map(self._pages.size)
+            memory = self._pages.tensor()
+        self.slots = {
+            name: memory[start : start + math.prod(padded) * item].view(sharded.live_dtype).view(padded)
+            for name, (start, padded) in places.items()
+        }
+        self.parameters: Mapping[str, nn.Parameter] = {
+            name: nn.Parameter(slot[: sharded.shards[name].shape[0]], requires_grad=False)
+            for name, slot in self.slots.items()
+        }
+
+    @property
+    def held(self) -> bool:
+        return self._pages is None or bool(self._pages.mapped)
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether :meth:`give_back` frees memory here."""
+        return self._pages is not None
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Gather the present weights, layer by layer. All ranks call this together."""
+        if self._pages is not None:
+            self._pages.map(self._pages.size)
+        sharded = self.sharded
+        under_way = []
+        for unit in sharded.units:
+            for name in unit:
+                local = sharded.shards[name].to_local()
+                slot = self.slots[name]
+                step = len(slot) // sharded.group_size
+                own = slot.narrow(0, step * sharded.group_rank, step)
+                own[: len(local)].copy_(local, non_blocking=True)
+                if sharded.group_size > 1:
+                    under_way.append(dist.all_gather_into_tensor(slot, own, group=sharded.group, async_op=True))
+        for work in under_way:
+            work.wait()
+
+    def give_back(self) -> None:
+        """Free the memory behind the addresses until the next :meth:`fill`, where that can be done."""
+        if self._pages is not None:
+            self._pages.unmap()
+
+
+def _pages(size: int, device: torch.device) -> Arena | None:
+    if device.type != "cuda":
+        return None
+    try:
+        return Arena(1, size, device)
+    except (RolloutError, OSError) as error:
+        notice(
+            f"The rollout's copy of the weights ({size / 2**30:.1f} GiB on each GPU) stays in memory during updates: "
+            f"{error}"
+        )
+        return None

@@ -1,0 +1,31 @@
+"""How one role's weights are spread over the ranks of its group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STRATEGIES = ("auto", "torch", "fsdp")
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """Attributes:
+    strategy: ``torch``: every rank holds all weights and gradients are summed; ``fsdp``: every rank holds a shard;
+        ``auto``: ``fsdp`` where the ranks are several processes.
+    key: the configuration key that chose the strategy, for messages.
+    fsdp_size: ranks that a copy of the weights is spread over; -1: all of them. With fewer, there are several
+        copies, each spread over neighbouring ranks (hybrid sharding).
+    offload: shards, gradients and moments lie in host memory, and the optimizer runs there (CUDA).
+    reshard_after_forward: give a layer's gathered weights back after its forward pass and gather them again in the
+        backward pass.
+    forward_prefetch: ask for the next layer's weights one layer earlier.
+    sequence_size: neighbouring ranks that share the tokens of each micro-batch (sequence parallelism).
+    """
+
+    strategy: str = "auto"
+    key: str = "actor_rollout_ref.actor.strategy"
+    fsdp_size: int = -1
+    offload: bool = False
+    reshard_after_forward: bool = True
+    forward_prefetch: bool = False
+    sequence_size: int = 1

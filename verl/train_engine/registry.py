@@ -1,0 +1,62 @@
+"""Which training engine a role gets, by strategy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from verl.comm import Comm, TorchDistComm
+from verl.errors import ConfigError
+from verl.notices import notice
+from verl.train_engine.optimizers import OptimizerSettings
+from verl.train_engine.parallel import ParallelSettings
+from verl.train_engine.torch_engine import TorchEngine
+
+if TYPE_CHECKING:
+    from verl.train_engine.fsdp_module import ShardedModule
+
+
+def shards_weights(parallel: ParallelSettings, comm: Comm) -> bool:
+    """Whether the role's weights are spread over its ranks.
+
+    Raises:
+        ConfigError: sharding is asked for, and the ranks are not processes.
+    """
+    if parallel.strategy == "torch":
+        return False
+    if comm.world_size == 1:
+        if parallel.strategy == "fsdp":
+            notice(f"{parallel.key}=fsdp: with one rank there is nothing to shard, so it trains with plain PyTorch.")
+        return False
+    if isinstance(comm, TorchDistComm):
+        return True
+    if parallel.strategy == "fsdp":
+        raise ConfigError(f"{parallel.key}=fsdp needs ranks that are processes; here they are threads of one.")
+    return False
+
+
+def make_train_engine(
+    settings: OptimizerSettings, model: nn.Module, comm: Comm, parallel: ParallelSettings | None = None
+) -> TorchEngine:
+    """The engine that trains ``model``, which is whole and equal on all ranks; all of them call this together."""
+    parallel = parallel or ParallelSettings()
+    if shards_weights(parallel, comm):
+        from verl.train_engine.fsdp import FSDPEngine, why_not_sharded
+
+        assert isinstance(comm, TorchDistComm)
+        reason = why_not_sharded(model, settings)
+        if parallel.strategy != "auto" or reason is None:
+            return FSDPEngine(model, settings, comm, parallel)
+        notice(f"{parallel.key}=auto: every process keeps all weights, for {reason}.")
+    return TorchEngine(model, settings, comm)
+
+
+def shard_frozen(model: nn.Module, comm: Comm, parallel: ParallelSettings) -> ShardedModule | None:
+    """Spread a model that is not trained over the ranks, which all call this; None if every rank keeps it whole."""
+    if not shards_weights(parallel, comm):
+        return None
+    from verl.train_engine.fsdp_module import ShardedModule
+
+    assert isinstance(comm, TorchDistComm)
+    return ShardedModule(model, comm, parallel, frozen=True)
