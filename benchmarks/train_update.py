@@ -92,7 +92,7 @@ def timed(step, count: int) -> list[float]:
 
 
 def make_engine(model: torch.nn.Module, arguments: argparse.Namespace) -> TorchEngine:
-    settings = OptimizerSettings(lr=1e-6)
+    settings = OptimizerSettings(lr=1e-6, kind=arguments.optimizer.lower(), offload=arguments.offload)
     if arguments.engine == "torch":
         return TorchEngine(model, settings)
     return FSDPEngine(model, settings, TorchDistComm(), ParallelSettings("fsdp", fsdp_size=arguments.fsdp_size))
@@ -113,7 +113,8 @@ def measure(shape: str, arguments: argparse.Namespace) -> dict[str, object]:
     batch = make_batch(256, 64, 384, arguments.prompt, arguments.samples)
     lengths = batch.batch["attention_mask"].sum(1).numpy()
     groups = np.arange(256) // arguments.samples
-    parts = micro_batches(np.arange(256), lengths, groups, max_tokens=arguments.tokens)
+    shared = np.full(256, arguments.prompt)
+    parts = micro_batches(np.arange(256), lengths, groups, shared=shared, max_tokens=arguments.tokens)
     micros = [batch.select_idxs(part) for part in parts]
     real = sum(pack(micro).num_tokens for micro in micros)
     total = int(lengths.sum())
@@ -171,7 +172,7 @@ def profile(step) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs="+", default=["0.5b", "1.5b"], choices=list(SHAPES))
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens a micro-batch")
+    parser.add_argument("--tokens", type=int, default=32768, help="computed tokens a micro-batch")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--samples", type=int, default=1, help="rows that share a prompt")
     parser.add_argument("--attention", default="varlen", choices=["varlen", "sdpa", "flash_attn"])
@@ -179,6 +180,8 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=790e12)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--optimizer", default="AdamW", help="for example AdamW8bit or PagedAdamW8bit")
+    parser.add_argument("--offload", action="store_true", help="masters, gradient sums and moments in host memory")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--engine", default="torch", choices=["torch", "fsdp"])
     parser.add_argument("--fsdp-size", type=int, default=-1, help="ranks of a copy of the weights (hybrid sharding)")

@@ -99,7 +99,7 @@ def problem_with_verl(rest: list[str]) -> str | None:
         return None
     if name not in COMMANDS:
         return f"no subcommand {name}"
-    if name in ("generate", "chat", "compare", "serve", "export"):
+    if arguments and name in ("generate", "chat", "compare", "serve", "export"):
         try:
             importlib.import_module(f"verl.cli.{name}").parse(arguments)
         except verl_errors() as error:
@@ -155,7 +155,8 @@ def test_every_quoted_command_exists(page):
         ("verl train --config ours.yaml", True),
         ("verl export --model_path runs/a --output_dir out", True),
         ("verl export --model_path runs/a --output_dir out --vrify", False),
-        ("verl chat", False),
+        ("verl chat", True),
+        ("verl chat runs/a --loud", False),
         ("python benchmarks/quickstart.py", True),
         ("python benchmarks/quick.py", False),
         ("python -m verl.config.reference", True),

@@ -113,4 +113,7 @@ def test_the_keys():
     assert load_config([f"{AR}.model.load_in_8bit=true"]).actor_rollout_ref.model.quantization == "int8"
     with pytest.raises(ConfigError, match=r"quantization=nf4 freezes the weights: set actor_rollout_ref\.model\.lora"):
         validate(load_config([f"{AR}.model.quantization=nf4"]), need_data=False, need_model=False)
+    with pytest.raises(ConfigError, match=r"rollout\.name=vllm has weights of its own"):
+        overrides = [f"{AR}.model.quantization=nf4", f"{AR}.model.lora_rank=8", f"{AR}.rollout.name=vllm"]
+        validate(load_config(overrides), need_data=False, need_model=False)
     assert ModelSettings("x").quantization is None

@@ -15,7 +15,9 @@ from verl.api.ray_trainer import RayPPOTrainer
 from verl.config import load_config
 from verl.data import arithmetic_task
 from verl.dataflow import Node
+from verl.errors import DataflowError, ModelError
 from verl.metrics import Metrics
+from verl.trainer import groups
 from verl.trainer.base import Trainer
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -150,3 +152,23 @@ def test_ray_ppo_trainer_takes_the_number_of_processes(tiny_model_dir, tmp_path,
     assert "perf/throughput" in trainer.metrics
     if trainer.plan.choice.device.kind == "cpu":
         assert "so 2 CPU processes train" in capsys.readouterr().out
+
+
+def test_a_run_that_cannot_be_built_leaves_no_process(tiny_model_dir, tmp_path):
+    def refuse(flow, roles):
+        raise DataflowError("not with me")
+
+    values = {
+        **PLAIN,
+        "algorithm.name": "grpo",
+        "actor_rollout_ref.model.path": str(tiny_model_dir),
+        "trainer.default_local_dir": str(tmp_path),
+        "trainer.n_gpus_per_node": 2,
+    }
+    with pytest.raises(DataflowError, match="not with me"):
+        Trainer(load_config(values=values), train_rows=arithmetic_task("train", 5), change_flow=refuse)
+    assert not groups._RUNS
+    values["actor_rollout_ref.model.override_config"] = {"hidden_act": "no such thing"}
+    with pytest.raises(ModelError):
+        Trainer(load_config(values=values), train_rows=arithmetic_task("train", 5))
+    assert not groups._RUNS

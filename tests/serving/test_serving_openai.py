@@ -362,6 +362,32 @@ def test_the_simple_engine_serves_too(tmp_path):
         assert "".join(p.choices[0].text for p in pieces) == whole and len(pieces) > 5
 
 
+def test_a_server_that_ends_tells_its_clients(tmp_path):
+    model = tiny(save_tiny_model(tmp_path / "tiny"))
+    slow = model.engine.poll
+    model.engine.poll = lambda: time.sleep(0.02) or slow()
+    with running(model) as url:
+        client = openai.OpenAI(base_url=url, api_key="-", max_retries=0)
+        asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 240, "extra_body": {"ignore_eos": True}}
+        stream = client.completions.create(**asked, stream=True)
+        next(stream)
+        assert model.engine.pending
+        started = time.time()
+        app_loop(model).stop_soon()
+        with pytest.raises(openai.APIError, match="the server is closing"):
+            list(stream)
+        assert time.time() - started < 3
+        with pytest.raises(openai.InternalServerError, match="closing"):
+            client.completions.create(**asked)
+
+
+def app_loop(model):
+    """The loop that runs a model: its thread holds it."""
+    import gc
+
+    return next(found for found in gc.get_objects() if isinstance(found, EngineLoop) and found.model is model)
+
+
 def test_closing_the_loop_ends_its_thread(alone):
     loop = EngineLoop(alone)
     loop.close()

@@ -15,7 +15,6 @@ from verl.errors import ConfigError, DataError, TrainingError
 from verl.models.squared_probs import log_probs_and_squares
 from verl.notices import seen
 from verl.train_engine.memory import MemoryShortageError
-from verl.train_engine.memory import MemoryShortageError
 
 SGD = {"actor_rollout_ref__actor__optim__optimizer": "SGD", "actor_rollout_ref__actor__optim__weight_decay": 0.0}
 NEEDS = {"exo_pair": {"preference__label_smoothing": 0.01}}

@@ -88,7 +88,10 @@ def test_what_is_wrong_is_told_before_anything_loads(tmp_path):
     for values, message in (
         ({}, "needs .*tool_config_path"),
         ({f"{key}.environment_path": "missing.py:f"}, "must name a function of a file"),
-        ({f"{key}.environment": environment, f"{key}.tool_config_path": "t.py"}, "tool_config_path and environment are given"),
+        (
+            {f"{key}.environment": environment, f"{key}.tool_config_path": "t.py"},
+            "tool_config_path and environment are given",
+        ),
         ({f"{key}.environment": environment, "algorithm.adv_estimator": "remax"}, "of one turn"),
     ):
         with pytest.raises(ConfigError, match=message):

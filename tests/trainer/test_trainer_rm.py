@@ -167,3 +167,15 @@ def test_contradictions_are_told(model, tmp_path):
         make_learner(model, tmp_path, "ppo", arithmetic_task("train", 5), reward_model__enable=True)
     with pytest.raises(ConfigError, match="a reward model trains all its weights"):
         make_learner(model, tmp_path, "rm", pairs(), actor_rollout_ref__model__lora_rank=4)
+
+
+def test_texts_are_templated_where_the_policy_templates_them(model, tmp_path):
+    make_learner(
+        model, tmp_path, "rm", pairs(), data__apply_chat_template="true", trainer__save_final=True,
+        trainer__total_training_steps=1,
+    ).fit()  # fmt: skip
+    folder = str(tmp_path / "actor" / "global_step_1")
+    scorer = RewardModel(folder, template_texts=True)
+    text = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    assert scorer.tokenizer.decode(scorer.encode("1+1=", "?", "2")) == text
+    assert scorer.tokenizer.decode(RewardModel(folder).encode("1+1=", "?", "2")) == "1+1=2"

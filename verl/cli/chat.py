@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 def _read_line() -> str | None:
     """One entry, lines that end with a backslash joined; None at the end of input."""
-    lines = []
+    lines: list[str] = []
     while True:
         try:
             line = input("... " if lines else "> ") if sys.stdin.isatty() else _piped()

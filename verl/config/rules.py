@@ -139,6 +139,9 @@ def _adapters(config: Config) -> Iterator[str]:
         yield f"{key} freezes the weights: set actor_rollout_ref.model.lora_rank (for example 16) to train adapters"
     if processes(config) > 1:
         yield f"{key} trains in one process: set trainer.n_gpus_per_node=1 and trainer.nnodes=1"
+    engine = config.actor_rollout_ref.rollout.name
+    if engine not in ("auto", "native", "hf"):
+        yield f"{key}: {_ROLLOUT}.name={engine} has weights of its own; use auto, native or hf"
     if model.compile_layers:
         yield f"{key} does not go with actor_rollout_ref.model.compile_layers=true: turn one of them off"
 

@@ -53,7 +53,8 @@ class Converted:
     def _tree(self) -> list[str]:
         text = yaml.safe_dump(nest(self.values), sort_keys=False, allow_unicode=True, width=10_000)
         wanted = dict(self.comments)
-        lines, path = [], []
+        lines: list[str] = []
+        path: list[str] = []
         for line in text.splitlines():
             indent = (len(line) - len(line.lstrip())) // 2
             name, colon, _ = line.strip().partition(":")

@@ -35,6 +35,7 @@ class CustomValueModel(nn.Module):
     def forward(self, batch: DataProto) -> torch.Tensor:
         """Raises ModelError where the user's module gives another shape than (B, T)."""
         device = next(self.model.parameters()).device
+        assert batch.batch is not None
         tensors = batch.batch.select("prompts", "responses", "attention_mask", "response_mask").to(device)
         ids = torch.cat([tensors["prompts"], tensors["responses"]], 1)
         values = self.model(ids, tensors["attention_mask"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,11 +77,11 @@ def answer_all(
     try:
         while engine.pending:
             for done in engine.poll():
-                i, _, k = done.request_id.partition("/")
+                name, _, sample = done.request_id.partition("/")
                 text = response_text(model.tokenizer, done.token_ids.tolist(), sampling.stop)
                 yield (
-                    int(i),
-                    int(k),
+                    int(name),
+                    int(sample),
                     Answer(text, len(done.token_ids), done.finish_reason, float(done.log_probs.sum())),
                 )
     finally:
@@ -90,7 +90,7 @@ def answer_all(
             engine.poll()
 
 
-def stream_answer(model: ServedModel, prompt: Prompt, sampling: Sampling, *, chat: bool) -> Iterator[str]:
+def stream_answer(model: ServedModel, prompt: Prompt, sampling: Sampling, *, chat: bool) -> Generator[str, None, None]:
     """The text of one answer, piece by piece. Closing the generator stops it."""
     ids = encode(model, prompt, chat=chat)
     params = sampling.params(_room(model, ids, sampling))

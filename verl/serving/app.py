@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from verl._version import __version__
 from verl.errors import DataError, VerlError
-from verl.serving.loop import EngineLoop, Event, Failed, Finished, Progress, Wanted
+from verl.serving.loop import Closing, EngineLoop, Event, Failed, Finished, Progress, Wanted
 from verl.serving.model import ServedModel
 from verl.serving.replies import Json, LogProbs, Reply, text_log_probs
 from verl.serving.requests import ApiError, ChatRequest, CompletionRequest, flat_problem
@@ -56,7 +56,7 @@ class Service:
         model = self.model
         return [model.encode_text(p) if isinstance(p, str) else model.check_ids(p) for p in body.prompts()]
 
-    async def events(self, wanted: Sequence[Wanted], http: Request | None) -> AsyncIterator[Event]:
+    async def events(self, wanted: Sequence[Wanted], http: Request | None) -> AsyncGenerator[Event, None]:
         """What happens with the responses, until all are finished. Leaving early, and a client's leaving, abort them.
 
         ``http``: the request to watch; None where its connection ends the iteration by itself.
@@ -137,7 +137,7 @@ class Service:
                 log_probs = text_log_probs(self.log_probs, wanted.prompt, done, echo=body.echo, top=body.logprobs)
             if body.echo:
                 before = self.model.tokenizer.decode(list(wanted.prompt), skip_special_tokens=skip)
-                text = before + text
+                text = f"{before}{text}"
         return reply.choice(done.index, text, log_probs, done.completion.finish_reason)
 
     # streamed answers
@@ -187,6 +187,8 @@ def _event(body: Json) -> str:
 def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, Closing):
+        return ApiError(str(error), status=503, kind="server_error", code="closing")
     if isinstance(error, DataError):
         too_long = "do not fit" in str(error)
         return ApiError(str(error), code="context_length_exceeded" if too_long else None)

@@ -11,9 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verl.errors import RolloutError, VerlError
+from verl.errors import VerlError
 from verl.rollout.base import Completion, SamplingParams
 from verl.serving.model import Scores, ServedModel, request
+
+
+class Closing(VerlError):
+    """The server ends."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class _Call:
 
     number: int
     wanted: Sequence[Wanted]
-    tell: Callable[[Event], None]
+    tell: Callable[[Event], object]
     names: list[str] = field(default_factory=list)
 
 
@@ -110,11 +114,11 @@ class EngineLoop:
         """Responses that are being written or wait for their turn."""
         return len(self._rows)
 
-    def submit(self, wanted: Sequence[Wanted], tell: Callable[[Event], None]) -> int:
+    def submit(self, wanted: Sequence[Wanted], tell: Callable[[Event], object]) -> int:
         """Ask for responses; ``tell`` gets what happens, on the engine's thread. Returns the number of the call."""
         with self._lock:
             if self.failure is not None or self._closing:
-                raise self.failure or RolloutError("the server is closing")
+                raise self.failure or Closing("the server is closing")
             call = _Call(next(self._numbers), wanted, tell)
             self._new.append(call)
             self._lock.notify()
@@ -125,6 +129,10 @@ class EngineLoop:
         with self._lock:
             self._aborted.append(number)
             self._lock.notify()
+
+    def stop_soon(self) -> None:
+        """End what is being written, with an error to its clients; for a signal handler, so it takes no lock."""
+        self._closing = True
 
     def close(self) -> None:
         """End the thread; what is being written is dropped."""
@@ -139,6 +147,7 @@ class EngineLoop:
         try:
             while self._take_in():
                 self._work()
+            self._end(Closing("the server is closing"))
         except Exception as error:
             traceback.print_exc()
             self._end(error)

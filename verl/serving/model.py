@@ -70,7 +70,7 @@ class ServedModel:
 
     @property
     def vocabulary(self) -> int:
-        return self.model.get_input_embeddings().num_embeddings
+        return len(self.model.get_input_embeddings().weight)  # type: ignore[arg-type]
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text, with the tokenizer's beginning-of-sequence token where it has one."""

@@ -73,7 +73,7 @@ class LogProbs:
         self._tokenizer = tokenizer
 
     def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+        return str(self._tokenizer.decode([token]))
 
     def chat(self, tokens: Sequence[int], log_probs: Sequence[float], scores: Scores | None) -> Json:
         """``{"content": [...]}`` of the chat endpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from types import FrameType
 
 from verl.errors import ConfigError, MissingDependencyError
 from verl.notices import notice
@@ -52,8 +53,15 @@ def serve(
 
     from verl.serving.app import make_app
 
+    app = make_app(model, names, api_key)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            app.state.service.loop.stop_soon()  # a stream that goes on would hold the server
+            super().handle_exit(sig, frame)
+
     host = sock.getsockname()[0]
     if host not in LOCAL_HOSTS and api_key is None:
         notice(f"The server listens on {host} and asks nobody for a key: --api_key sets one.")
-    config = uvicorn.Config(make_app(model, names, api_key), log_level=log_level, timeout_graceful_shutdown=5)
-    uvicorn.Server(config).run(sockets=[sock])
+    config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=5)
+    Server(config).run(sockets=[sock])

@@ -46,9 +46,10 @@ class TextStream:
         return new
 
     def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(
+        text = self._tokenizer.decode(
             self._tokens[start:end], skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
         )
+        return str(text)
 
     def _stop_at(self) -> int | None:
         places = [place for text in self._stop if (place := self._decoded.find(text)) >= 0]

@@ -5,7 +5,9 @@
 - ``base/worker.py``         Worker, one rank
 - ``base/worker_group.py``   WorkerGroup, the controller's handle
 - ``base/resource_pool.py``  where groups live
+- ``calls.py``               order, futures and streams of calls, the same for every group
 - ``local.py``, ``ranks.py`` the group inside this process, with one real or k simulated ranks
+- ``ray/``                   the group on a Ray cluster, a process for each rank
 """
 
 from verl.single_controller.base import (

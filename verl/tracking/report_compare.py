@@ -88,7 +88,7 @@ def _means(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _numbers(runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """What each run reached: validation (with its best), what a person watches (medians of tenths), and time."""
     validations = dict.fromkeys(name for records in runs for r in records for name in headline.validation(r))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in validations:
         curves = [[(r["step"], v[name]) for r in records if name in (v := headline.validation(r))] for records in runs]
         kind = "percent" if name.endswith(" accuracy") else "number"

@@ -90,7 +90,15 @@ class Trainer:
             Path(trainer.default_local_dir), keep_last=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best
         )
         self.resume_from = self.store.find(trainer.resume_mode, trainer.resume_from_path)
-        self.roles: Roles = self.recipe.roles(self.plan)
+        with contextlib.ExitStack() as undo:  # what fails here leaves no workers, and the folder free
+            undo.callback(self._alone.close)
+            self.roles: Roles = self.recipe.roles(self.plan)
+            undo.callback(self.roles.close)
+            self._load(change_flow)
+            undo.pop_all()
+
+    def _load(self, change_flow: ChangeFlow | None) -> None:
+        """Build the flows over the loaded roles, and go on from the checkpoint if there is one."""
         self.evaluation: Evaluation = self.recipe.evaluation(self.plan, self.roles)
         train = list(self.recipe.flows(self.plan, self.roles, self._draw_more))
         if change_flow is not None:

@@ -196,6 +196,7 @@ def make_scorer(config: Config) -> RewardModel:
         trust_remote_code=scorer.model.trust_remote_code,
         rows=scorer.micro_batch_size_per_gpu or ROWS,
         max_length=scorer.max_length,
+        template_texts=config.data.apply_chat_template == "true",
     )
 
 

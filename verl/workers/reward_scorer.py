@@ -31,6 +31,7 @@ class RewardModel:
             that are not normalised and the balance with a KL penalty then depend on the model's scale.
         device: default: the device that training uses.
         rows: answers of one forward pass.
+        template_texts: a prompt that is a text becomes one user message, as ``data.apply_chat_template=true`` does it.
         max_length: most tokens of prompt and answer, of which the last are kept; None: the model's positions.
 
     Raises:
@@ -46,10 +47,12 @@ class RewardModel:
         trust_remote_code: bool = False,
         rows: int = ROWS,
         max_length: int | None = None,
+        template_texts: bool = False,
     ):
         if normalize not in ("sigmoid", "none"):
             raise RewardError(f"normalize={normalize!r} does not exist: use 'sigmoid' or 'none'")
         self.normalize, self.rows, self.max_length = normalize, rows, max_length
+        self.template_texts = template_texts
         if isinstance(model, (str, os.PathLike)):
             model = _load(os.fspath(model), device, trust_remote_code)
         elif not isinstance(model, PreTrainedModel):
@@ -86,6 +89,8 @@ class RewardModel:
         Args:
             prompt: messages, or a text. shown: the prompt as a text, where the model has no template.
         """
+        if isinstance(prompt, str) and self.template_texts:
+            prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, str) or not self.tokenizer.chat_template:
             return list(self.tokenizer((prompt if isinstance(prompt, str) else shown) + response)["input_ids"])
         messages = [*prompt, {"role": "assistant", "content": response}]

@@ -53,7 +53,8 @@ class Slab:
         for x, (_, pages, start, held) in enumerate(sources):
             used = torch.tensor(pages[start // page : -(-(start + held) // page)], dtype=torch.long)
             for which in range(2):
-                tokens = cache.data[:, which].index_select(1, used).flatten(1, 2)[:, :held]
+                # not index_select, which would copy the whole cache first: this view of it is not contiguous
+                tokens = cache.data[:, which][:, used].flatten(1, 2)[:, :held]
                 self.data[which, :, x, :, :held] = tokens.transpose(1, 2)
 
     @property
