@@ -25,3 +25,8 @@ def raising(solution_str, ground_truth):
     if solution_str == "crash":
         raise ValueError("this one row")
     return float(solution_str == ground_truth)
+
+
+def accurate(solution_str):
+    """A score that varies where the accuracy does not."""
+    return {"score": sum(c.isdigit() for c in solution_str) / 5, "acc": len(solution_str) > 4}

@@ -113,7 +113,7 @@ def problem_with_verl(rest: list[str]) -> str | None:
 
         try:
             overrides = parse([word for word in arguments if word != "key=value"]).overrides
-        except (SystemExit, argparse.ArgumentError):
+        except (SystemExit, argparse.ArgumentError, verl_errors()):
             return "an option that the quick start does not have"
     if name in ("quickstart", "train", "plan"):
         try:

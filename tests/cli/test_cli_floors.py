@@ -13,7 +13,7 @@ PACKAGE = Path(verl.__file__).parent
 FLOORS = [
     ["_version", "errors"],
     ["language", "notices", "metrics", "dependencies", "comm"],
-    ["cli.run"],  # how a command ends lies below everything that can be run as one
+    ["cli.run", "cli.arguments"],  # how a command begins and ends lies below everything that can be run as one
     ["hardware"],
     ["config"],
     ["convert"],

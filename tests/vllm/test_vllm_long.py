@@ -22,9 +22,9 @@ STEPS = 20
 GROUPED = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 WIDE = {
     "qwen2": GROUPED, "qwen3": {**GROUPED, "head_dim": 32}, "mistral": GROUPED, "phi3": GROUPED,
-    "gemma2": {**GROUPED, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 6},
+    "gemma2": {**GROUPED, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 6,
+               "tie_word_embeddings": True},
     "gemma3_text": {**GROUPED, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 6},
-    "phi": {"hidden_size": 64, "num_attention_heads": 2},
     "opt": {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 2},
     "gpt2": {"n_embd": 64, "n_head": 2},
     "gpt_neox": {"hidden_size": 64, "num_attention_heads": 2},

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import Arguments
+from verl.cli.arguments import Arguments, count, finite
 from verl.notices import add_sink
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     group.add_argument("--engine", default="auto", help="auto, native or hf")
     group.add_argument("--max_num_seqs", type=int, default=64, metavar="N", help="responses written together (64)")
-    group.add_argument("--max_model_len", type=int, metavar="N", help="most tokens of prompt and response together")
+    group.add_argument("--max_model_len", type=count, metavar="N", help="most tokens of prompt and response together")
     group.add_argument(
-        "--gpu_memory_utilization", type=float, default=0.85, metavar="X", help="share of free memory (0.85)"
+        "--gpu_memory_utilization", type=finite, default=0.85, metavar="X", help="share of free memory (0.85)"
     )
     group.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model")
 
@@ -56,19 +56,19 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, temperature: float 
     group = parser.add_argument_group("sampling")
     group.add_argument("--max_tokens", type=int, metavar="N", help="of an answer (512, or what fits)")
     group.add_argument(
-        "--temperature", type=float, default=temperature, metavar="T", help=f"0: greedy ({temperature:g})"
+        "--temperature", type=finite, default=temperature, metavar="T", help=f"0: greedy ({temperature:g})"
     )
-    group.add_argument("--top_p", type=float, default=1.0, metavar="P", help="smallest set of this probability (1)")
+    group.add_argument("--top_p", type=finite, default=1.0, metavar="P", help="smallest set of this probability (1)")
     group.add_argument("--top_k", type=int, default=-1, metavar="K", help="the K likeliest tokens only (-1: all)")
-    group.add_argument("--min_p", type=float, default=0.0, metavar="P", help="at least P times the best (0)")
+    group.add_argument("--min_p", type=finite, default=0.0, metavar="P", help="at least P times the best (0)")
     group.add_argument(
-        "--repetition_penalty", type=float, default=1.0, metavar="X", help="of what was written (1: none)"
+        "--repetition_penalty", type=finite, default=1.0, metavar="X", help="of what was written (1: none)"
     )
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be repeated")
     group.add_argument("--seed", type=int, default=0, help="of the draws (0)")
     group.add_argument("--ignore_eos", action="store_true", help="write on beyond the end token")
     if n:
-        group.add_argument("--n", type=int, default=1, metavar="N", help="answers to each prompt (1)")
+        group.add_argument("--n", type=count, default=1, metavar="N", help="answers to each prompt (1)")
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:

@@ -16,6 +16,7 @@ from verl.cli.answering import (
     parser,
     sampling_of,
 )
+from verl.cli.arguments import count, output_file
 from verl.cli.terminal import printable, prompt_text
 from verl.errors import ConfigError
 
@@ -37,7 +38,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options.add_argument("tuned", metavar="TUNED", help="the model after")
     options.add_argument("--prompts", metavar="FILE", help="lines of a .txt file, or rows of a dataset file")
     options.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
-    options.add_argument("--limit", type=int, metavar="N", help="the first N prompts of the file")
+    options.add_argument("--limit", type=count, metavar="N", help="the first N prompts of the file")
     options.add_argument("--raw", action="store_true", help="give texts as they are, without chat template")
     options.add_argument("--output", type=Path, default=Path(PAGE), metavar="FILE", help=f"the page (default: {PAGE})")
     add_sampling_options(options, temperature=0.0, n=False)
@@ -58,13 +59,19 @@ def main(argv: list[str]) -> int:
             if arguments.prompts
             else [Question(text) for text in arguments.prompt]
         )
+        page, models = output_file(arguments.output), ((arguments.base, None), (arguments.tuned, arguments.step))
+        from verl.checkpoint.models import locate_model
+        from verl.models.loading import load_tokenizer
+
+        for path, step in models:  # both, before one of them answers
+            load_tokenizer(locate_model(path, step).path, trust_remote_code=arguments.trust_remote_code)
         sampling = sampling_of(arguments)
         names, answers = [], []
-        for path, step in ((arguments.base, None), (arguments.tuned, arguments.step)):
+        for path, step in models:
             name, given = _answers(path, step, questions, sampling, arguments)
             names.append(name)
             answers.append(given)
-        _report(names, questions, answers, sampling, arguments.output)
+        _report(names, questions, answers, sampling, page)
     return 0
 
 
@@ -99,7 +106,6 @@ def _report(
     ]  # fmt: skip
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, seed {sampling.seed}"
     _show(names, pairs)
-    page.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(page, answers_page(names[0], names[1], pairs, how).encode("utf-8", errors="replace"))
     print(f"\n{sum(pair.differs for pair in pairs)} of {len(pairs)} answers differ. Page: {page}")
 

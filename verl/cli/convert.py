@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from verl.cli.arguments import Arguments
+from verl.cli.arguments import Arguments, count, output_file
 
 
 def main(argv: list[str]) -> int:
@@ -19,18 +19,22 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write here (default: standard output)")
     parser.add_argument("--kind", metavar="NAME", help="of a TRL YAML that does not tell: grpo, dpo, kto, sft, rm, ...")
     parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="that it ran with; TRL's batch sizes are a process's (1)"
+        "--processes",
+        type=count,
+        default=1,
+        metavar="N",
+        help="that it ran with; TRL's batch sizes are a process's (1)",
     )
     arguments = parser.parse_args(argv)
     from verl.convert import convert_file
 
+    output = None if arguments.output is None else output_file(arguments.output)
     result = convert_file(arguments.file, kind=arguments.kind, processes=arguments.processes)
-    if arguments.output is None:
+    if output is None:
         print(result.yaml(), end="")
     else:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(result.yaml(), encoding="utf-8")
-        print(f"{len(result.values)} values in {arguments.output}: verl train --config {arguments.output}")
+        output.write_text(result.yaml(), encoding="utf-8")
+        print(f"{len(result.values)} values in {output}: verl train --config {output}")
     for title, lines in (("not carried", result.dropped), ("look at", result.changed)):
         for line in lines:
             print(f"[{title}] {line}", file=sys.stderr)

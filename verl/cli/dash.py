@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl.cli.arguments import Arguments
+from verl.cli.arguments import Arguments, port
 from verl.errors import ConfigError, DataError
 
 
@@ -16,10 +16,11 @@ def main(argv: list[str]) -> int:
         "Only this machine can see it.",
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="DIR", help="default: runs")
-    parser.add_argument("--port", type=int, default=8080, help="0 takes a free one (8080)")
+    parser.add_argument("--port", type=port, default=8080, help="0 takes a free one (8080)")
     arguments = parser.parse_args(argv)
     if not arguments.folder.is_dir():
-        raise DataError(f"there is no folder {arguments.folder}")
+        hint = " yet: a run makes it, or name the folder of your runs" if arguments.folder == Path("runs") else ""
+        raise DataError(f"there is no folder {arguments.folder}{hint}")
     from verl.tracking.dash import make_server
 
     try:

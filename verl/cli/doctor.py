@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import verl
+from verl.cli.arguments import Arguments
 from verl.cli.distributions import foreign_distributions
 from verl.dependencies import missing_optional, missing_requirements, normalized, required
 from verl.errors import ConfigError
@@ -63,7 +63,7 @@ class Findings:
 
 def main(argv: list[str]) -> int:
     """Examine and show. Returns 0 if all is well, 2 if something should be put right."""
-    parser = argparse.ArgumentParser(prog="verl doctor", description="Look at this machine and say what verl will use.")
+    parser = Arguments(prog="verl doctor", description="Look at this machine and say what verl will use.")
     parser.add_argument("--device", default="auto", help="choose for this device: auto, cuda, cpu or mps")
     findings = examine(parser.parse_args(argv).device)
     from verl.cli.tables import show

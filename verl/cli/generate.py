@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from verl.cli.answering import (
     MODEL_HELP,
@@ -17,6 +17,7 @@ from verl.cli.answering import (
     parser,
     sampling_of,
 )
+from verl.cli.arguments import count, output_file
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options.add_argument(
         "--prompts", metavar="FILE", help="lines of a .txt file, or rows of a parquet, JSON or Arrow file"
     )
-    options.add_argument("--limit", type=int, metavar="N", help="the first N prompts of the file")
+    options.add_argument("--limit", type=count, metavar="N", help="the first N prompts of the file")
     options.add_argument(
         "--raw", action="store_true", help="give texts to the model as they are, without chat template"
     )
@@ -51,13 +52,14 @@ def main(argv: list[str]) -> int:
     arguments = parse(argv)
     with notices_to_stderr():
         prompts = _prompts(arguments)
+        output = None if arguments.output in (None, "-") else output_file(arguments.output)
         from verl.serving.model import load_model
 
         model = load_model(arguments.model, load_options(arguments))
         print(f"{model.name}: {model.described}", file=sys.stderr, flush=True)
         sampling = sampling_of(arguments)
         if arguments.output:
-            _write(model, prompts, sampling, arguments)
+            _write(model, prompts, sampling, output, chat=not arguments.raw)
         elif len(prompts) == 1 and sampling.n == 1:
             _stream(model, prompts[0], sampling, chat=not arguments.raw)
         else:
@@ -109,23 +111,21 @@ def _show(model: ServedModel, prompts: list[Prompt], sampling: Sampling, *, chat
             shown += 1
 
 
-def _write(model: ServedModel, prompts: list[Prompt], sampling: Sampling, arguments: argparse.Namespace) -> None:
+def _write(model: ServedModel, prompts: list[Prompt], sampling: Sampling, output: Path | None, *, chat: bool) -> None:
+    """JSON lines into a file, whole or not at all, or to standard output (None)."""
     from verl.serving.answers import answer_all
+    from verl.tracking.jsonl import write_atomic
 
-    def lines(file: TextIO) -> None:
-        answers = answer_all(model, prompts, sampling, chat=not arguments.raw)
-        for i, k, answer in sorted(answers, key=lambda item: item[:2]):
-            row = {
-                "prompt": prompts[i], "sample": k, "response": answer.text, "tokens": answer.tokens,
-                "finish_reason": answer.finish_reason, "log_prob": round(answer.log_prob, 4),
-            }  # fmt: skip
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-    if arguments.output == "-":
-        lines(sys.stdout)
+    answers = answer_all(model, prompts, sampling, chat=chat)
+    lines = []
+    for i, k, answer in sorted(answers, key=lambda item: item[:2]):
+        row = {
+            "prompt": prompts[i], "sample": k, "response": answer.text, "tokens": answer.tokens,
+            "finish_reason": answer.finish_reason, "log_prob": round(answer.log_prob, 4),
+        }  # fmt: skip
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    if output is None:
+        sys.stdout.write("".join(lines))
         return
-    path = Path(arguments.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        lines(file)
-    print(f"{len(prompts) * sampling.n} answers in {path}")
+    write_atomic(output, "".join(lines).encode("utf-8", errors="backslashreplace"))
+    print(f"{len(lines)} answers in {output}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from verl.cli.arguments import Arguments
 from verl.notices import add_sink
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: with all problems of the given values. Data and model need not be given.
     """
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="verl plan", description="Show the configuration that `verl train` would use with the same arguments."
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
+from verl.cli.arguments import Arguments
 
 
 def main(argv: list[str]) -> int:
     """Train up to the last of the steps, without a checkpoint, and print what took longest in each."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="verl profile",
         description="Train as `verl train` does with the same arguments, up to the last of the given steps, and trace "
         "these with torch's profiler.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl.cli.arguments import Arguments
+from verl.cli.arguments import Arguments, output_file
 from verl.errors import ConfigError, DataError
 
 COMPARISON = "comparison.html"
@@ -23,6 +23,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     for run in arguments.runs:
         check_run(run)
+    output = output_file(arguments.output or COMPARISON)
     from verl.tracking.report import write_comparison, write_report
 
     if len(arguments.runs) == 1:
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError("verl report: --output is for a comparison; the report of one run stays in its folder")
         print(write_report(arguments.runs[0]))
     else:
-        print(write_comparison(arguments.runs, arguments.output or COMPARISON))
+        print(write_comparison(arguments.runs, output))
     return 0
 
 
@@ -38,5 +39,12 @@ def check_run(folder: Path) -> None:
     """Raise DataError where ``folder`` is not that of a run."""
     if not folder.is_dir():
         raise DataError(f"there is no run folder at {folder}")
-    if not (folder / "metrics.jsonl").is_file():
+    record = folder / "metrics.jsonl"
+    if not record.is_file():
         raise DataError(f"{folder} is not a run folder: it has no metrics.jsonl")
+    if record.stat().st_size == 0 and not (folder / "config.yaml").is_file():
+        raise DataError(f"{folder} holds nothing to show: its metrics.jsonl is empty, and there is no config.yaml")
+    with open(record, "rb") as file:
+        start = file.read(1).strip()
+    if start not in (b"", b"{"):
+        raise DataError(f"{record} is not the record of a run: its lines are not JSON objects")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,6 +86,8 @@ class ExportOptions:
                 raise ConfigError(f"--{name} is '{value}'; there are {', '.join(known)}.")
         if self.format == "gguf" and self.lora == "adapter":
             raise ConfigError("--export_format gguf holds whole models: use --lora merged.")
+        if not re.fullmatch(r"0*[1-9]\d*[KMGT]i?B", self.max_shard_size):
+            raise ConfigError(f"--max_shard_size is '{self.max_shard_size}'; it is a size such as 500MB or 5GB.")
 
 
 def export_model(source: ModelSource, output: str | Path, options: ExportOptions | None = None) -> Exported:
@@ -124,16 +127,23 @@ def _ours(folder: Path) -> bool:
 @contextmanager
 def _whole(output: Path) -> Iterator[Path]:
     """A folder to fill, which takes the place of ``output`` when the block ends well."""
-    draft = output.parent / f".exporting-{output.name}"
-    output.parent.mkdir(parents=True, exist_ok=True)
+    draft, old = (output.parent / f".{what}-{output.name}" for what in ("exporting", "replaced"))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"{output} cannot be made: {error.filename} is a file; give another --output_dir.") from error
     if draft.exists():
         shutil.rmtree(draft)
     draft.mkdir()
     try:
         yield draft
         if output.exists():
-            shutil.rmtree(output)
+            if old.exists():
+                shutil.rmtree(old)
+            output.rename(old)  # two renames: a kill between them loses neither export
         draft.rename(output)
+        if old.exists():
+            shutil.rmtree(old)
     finally:
         if draft.exists():
             shutil.rmtree(draft)

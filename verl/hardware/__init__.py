@@ -7,7 +7,15 @@ Nothing here imports torch until :func:`probe` is called. Usual use::
 """
 
 from verl.hardware.choice import CATALOGUE, Catalogue, Choice, choose, decide
-from verl.hardware.device import Device, installed_packages, machine_memory_bytes, probe, torch_dtype, torch_threads
+from verl.hardware.device import (
+    Device,
+    cpu_maker,
+    installed_packages,
+    machine_memory_bytes,
+    probe,
+    torch_dtype,
+    torch_threads,
+)
 from verl.hardware.explicit import check_explicit, environment_dtype, parse_dtype
 
 __all__ = [
@@ -17,6 +25,7 @@ __all__ = [
     "Device",
     "check_explicit",
     "choose",
+    "cpu_maker",
     "decide",
     "environment_dtype",
     "installed_packages",

@@ -169,6 +169,11 @@ def _cpu_name() -> str:
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
+def cpu_maker() -> str | None:
+    """What an x86 processor says of its maker (``GenuineIntel``, ``AuthenticAMD``); None elsewhere."""
+    return _cpuinfo().get("vendor_id")
+
+
 def machine_memory_bytes() -> int:
     """The machine's memory, or the container's limit if that is lower."""
     import psutil

@@ -15,6 +15,8 @@ import importlib.util
 
 import torch
 
+from verl.models.host_linear import product
+
 CHUNK_ELEMENTS = 32 * 1024 * 1024  # logits at a time: 128 MB in fp32
 CHUNK_ELEMENTS_KERNEL = 512 * 1024 * 1024  # with the kernels they exist in half precision only: 1 GB
 KEPT_BYTES_CPU = 1 << 30
@@ -46,7 +48,7 @@ def _chunk_rows(hidden: torch.Tensor, vocabulary: int) -> int:
 
 def _logits(hidden, weight, bias, softcap: float | None, temperature: float) -> torch.Tensor:
     """(C, V) logits after soft-capping and temperature, in at least fp32."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = product(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
@@ -145,8 +147,8 @@ class _LinearLogProb(torch.autograd.Function):
 def _from_kept(kept, hidden, weight, bias, grad, need_weight: bool):
     """Gradients from kept onehot - p: the loss's gradient scales rows, so it can scale the narrow sides instead."""
     column = grad[:, None]
-    grad_hidden = ((kept @ weight) * column).to(hidden.dtype)
-    grad_weight = kept.t() @ (hidden * column).to(hidden.dtype) if need_weight else None
+    grad_hidden = (product(kept, weight.t()) * column).to(hidden.dtype)
+    grad_weight = product(kept.t(), (hidden * column).to(hidden.dtype).t()) if need_weight else None
     grad_bias = None if bias is None else (kept.t() @ column.to(kept.dtype))[:, 0].to(bias.dtype)
     return grad_hidden, grad_weight, grad_bias
 
@@ -179,9 +181,9 @@ def _recomputed(ctx, grad_log_prob, grad_entropy, need_weight: bool):
             part = grad.sum(0, dtype=wide)
             grad_bias = part if grad_bias is None else grad_bias.add_(part)
         narrow = grad.to(hidden.dtype)
-        torch.mm(narrow, weight, out=grad_hidden[s])
+        grad_hidden[s] = product(narrow, weight.t())
         if need_weight:
-            part = narrow.t() @ hidden[s]
+            part = product(narrow.t(), hidden[s].t())
             if hidden.shape[0] <= chunk:
                 grad_weight = part
             else:

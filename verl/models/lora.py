@@ -94,8 +94,9 @@ def _inject(model: PreTrainedModel, config) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set")  # peft then sets it right
+            warnings.filterwarnings("error", message="You have passed exclude_modules")  # it named no module
             inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    except ValueError as error:
+    except (ValueError, UserWarning) as error:
         raise ModelError(f"LoRA cannot be added to {type(model).__name__}: {str(error).splitlines()[0]}") from error
     for adapted in _adapted(model):
         adapted.down.data, adapted.up.data = adapted.down.data.to(dtype), adapted.up.data.to(dtype)

@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl.models.backbone import hidden_states, lm_head, may_share_prompts, use_packed_attention
+from verl.models.host_linear import use_host_products
 from verl.models.linear_logprob import linear_log_prob
 from verl.models.loading import building_models, compile_layers, enable_gradient_checkpointing, load_causal_lm
 from verl.models.lora import add_adapters
@@ -33,9 +34,11 @@ def prepare_policy(model: PreTrainedModel, settings: ModelSettings, *, frozen: b
     """Choose the attention, and make the model ready for training or freeze it."""
     use_packed_attention(model, explicit=settings.attention, kernel=settings.kernel)
     if frozen:
+        use_host_products(model)
         return model.requires_grad_(False).eval()
     if settings.lora is not None:
         add_adapters(model, settings.lora)
+    use_host_products(model)
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model, settings.checkpoint_every)
     if settings.compile_layers:

@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoModelForTokenClassification, PreTrainedM
 from verl.errors import ModelError
 from verl.models.backbone import hidden_states, may_share_prompts, use_packed_attention
 from verl.models.custom_value import CustomValueModel, load_custom_value
+from verl.models.host_linear import use_host_products
 from verl.models.loading import (
     LOAD_ERRORS,
     building_models,
@@ -107,6 +108,7 @@ def load_value_model(settings: ModelSettings) -> ValueModel | CustomValueModel:
         disable_dropout(value.model, keep=settings.override_config)
         value = value.to(settings.device)
         use_packed_attention(value.model, explicit=settings.attention, kernel=settings.kernel)
+        use_host_products(value.model)
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(value.model, settings.checkpoint_every)
     return value.train()

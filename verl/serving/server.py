@@ -23,7 +23,7 @@ def check_installed() -> None:
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one.
+    """A listening socket; port 0 takes a free one. Who connects before the server runs waits for it.
 
     Raises:
         ConfigError: the address cannot be had.
@@ -33,6 +33,7 @@ def open_port(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
+        sock.listen()  # at once: two servers that still load could both be bound to one port
     except OSError as error:
         raise ConfigError(
             f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another --port or --host"

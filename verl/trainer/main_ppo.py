@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from verl.cli.arguments import Arguments
 from verl.cli.run import run_cli
 
 EPILOG = """At least data.train_files=FILE and actor_rollout_ref.model.path=MODEL are needed; docs/config.md lists the
@@ -14,7 +15,7 @@ does."""
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The few options that are not Hydra overrides."""
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="verl train",
         description="Train with PPO, GRPO and their kin, from preferences, labels or answers.",
         epilog=EPILOG,

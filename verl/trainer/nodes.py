@@ -22,6 +22,7 @@ from verl.config import Config
 from verl.config.tree import Actor, Critic
 from verl.errors import RewardError
 from verl.metrics import Metrics
+from verl.notices import notice
 from verl.models.packing import packed_lengths
 from verl.protocol import DataProto
 from verl.train_engine.plan import MiniBatchPlan, plan_for
@@ -115,6 +116,11 @@ def filter_groups(batch: DataProto, *, metric: str) -> DataProto:
     scores = b["token_level_scores"].masked_fill(~as_mask(b["response_mask"]), 0).sum(1).numpy()
     if metric == "acc":
         found = [extra.get("acc") if isinstance(extra, dict) else None for extra in b["reward_extra_info"]]
+        if all(acc is None for acc in found):
+            notice(
+                "algorithm.filter_groups.metric=acc: the reward function reports no 'acc', so scores are compared.",
+                key="filter_groups/acc",
+            )
         scores = np.array([score if acc is None else _accuracy(acc) for acc, score in zip(found, scores, strict=True)])
     keep, metrics = keep_varied_groups(scores, b["uid"], b["score_valid"])
     kept = DataProto(non_tensor_batch={key: b[key][keep] for key in ("uid", "sample_id")})

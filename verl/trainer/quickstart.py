@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from verl.cli.arguments import Arguments, count
 from verl.config.presets import PRESETS
 from verl.language import language
 from verl.trainer.quickstart_texts import TEXTS
@@ -32,9 +33,9 @@ SETTINGS: dict[str, Any] = {
 
 def parse(argv: list[str]) -> argparse.Namespace:
     texts = TEXTS[language(argv, os.environ)]
-    parser = argparse.ArgumentParser(prog="verl quickstart", description=texts["description"], epilog=texts["epilog"])
+    parser = Arguments(prog="verl quickstart", description=texts["description"], epilog=texts["epilog"])
     parser.add_argument("--model", metavar="PATH", help=texts["model"])
-    parser.add_argument("--steps", type=int, default=STEPS, help=texts["steps"].format(steps=STEPS))
+    parser.add_argument("--steps", type=count, default=STEPS, help=texts["steps"].format(steps=STEPS))
     parser.add_argument("--algorithm", default="grpo", choices=sorted(PRESETS), help=texts["algorithm"])
     parser.add_argument("--seed", type=int, default=42, help=texts["seed"])
     parser.add_argument("--output", metavar="DIR", help=texts["output"])
@@ -64,13 +65,14 @@ def main(argv: list[str]) -> int:
 
     from verl.trainer.base import Trainer
 
+    texts = TEXTS[language(argv, os.environ)]
+    print(texts["loading"].format(model=Path(config.actor_rollout_ref.model.path).name), flush=True)
     trainer = Trainer(
         config,
         train_rows=arithmetic_task("train", HIGHEST),
         validation_rows=arithmetic_task("validation", HIGHEST),
         style="live",
     )
-    texts = TEXTS[language(argv, os.environ)]
     _introduce(trainer, folder, texts)
     started = time.perf_counter()
     before, after = trainer.fit_with_scores()

@@ -13,6 +13,7 @@ TEXTS = {
         "output": "run folder (default: a new one under runs/)",
         "lang": "language of these texts: en or zh (default: the locale's)",
         "overrides": "configuration overrides",
+        "loading": "Loading    {model} (half a minute on a small CPU)",
         "intro_model": "Model      {model}, {millions:.0f}M parameters, {dtype}",
         "intro_device": "Device     {device}",
         "intro_task": (
@@ -34,6 +35,7 @@ TEXTS = {
         "output": "运行文件夹（默认：在 runs/ 下新建）",
         "lang": "提示语言：en 或 zh（默认：由系统语言决定）",
         "overrides": "配置覆盖项",
+        "loading": "载入       {model}（较小的 CPU 约需半分钟）",
         "intro_model": "模型       {model}，{millions:.0f}M 参数，{dtype}",
         "intro_device": "设备       {device}",
         "intro_task": "任务       {highest} 以内两数之和：{train} 道题用于训练，{held_out} 道题留作检验",

@@ -315,6 +315,7 @@ def critic_settings(config: Config, choice: Choice, total_steps: int) -> CriticS
     if not needs_critic(config):
         return None
     critic = config.critic
+    choice = check_explicit(choice, attention=critic.model.attn_implementation)
     offload = _offloaded(critic.param_offload, CRITIC_AWAY, config, choice)
     sharers = critic.ulysses_sequence_parallel_size or 1
     custom = critic.model.custom_cls
