@@ -31,7 +31,7 @@ OPTIONAL = (
     Package("accelerate", "reading models in GGUF files", "pip install accelerate"),
     Package("datasets", "data sets by their hub name, and Arrow folders", "pip install datasets"),
     Package("peft", "LoRA", "pip install peft"),
-    Package("bitsandbytes", "8-bit and paged optimizers, and quantised base models for LoRA", "pip install bitsandbytes"),
+    Package("bitsandbytes", "8-bit and paged optimizers, quantised base models for LoRA", "pip install bitsandbytes"),
     Package("ray", "training with more than one process", "pip install ray"),
     Package("fastapi", "`verl serve`", "pip install fastapi uvicorn"),
     Package("uvicorn", "`verl serve`", "pip install fastapi uvicorn"),

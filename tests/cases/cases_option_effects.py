@@ -6,7 +6,7 @@ from typing import Any
 
 import cases_option_views as views
 import cases_toys
-from cases_options import ACTOR, CORRECTION, FILTER, MODEL, ROLLOUT, Base
+from cases_options import ACTOR, FILTER, MODEL, ROLLOUT, VAL, Base
 
 CRITIC, REF, TURNS = "critic", "actor_rollout_ref.ref", f"{ROLLOUT}.multi_turn"
 KL, GAE = {f"{ACTOR}.use_kl_loss": True}, {"algorithm.adv_estimator": "gae"}
@@ -219,7 +219,8 @@ RECORDS = {
     }),
     "one checkpoint": Base("grpo", {
         "trainer.save_freq": 1, "trainer.max_actor_ckpt_to_keep": 1, "trainer.total_training_steps": 4,
-        f"{ACTOR}.optim.lr": 0.1,
+        f"{ACTOR}.optim.lr": 0.02, f"{VAL}.do_sample": True, f"{VAL}.temperature": 1.0,
+        "reward.reward_fn": cases_toys.worse_the_better,
     }, {"trainer.keep_best": True}),
     "validated only": Base("grpo", {"trainer.val_before_train": True, "trainer.log_val_generations": 1}, {
         "trainer.val_only": True,
@@ -261,8 +262,7 @@ ELSEWHERE = {
     f"{FILTER}.carry": "config/test_config_checks.py::test_groups_may_be_carried_where_their_age_is_corrected",
     "algorithm.custom_path": "trainer/test_trainer_algorithms.py::"
     "test_validation_scores_every_row_once_and_a_custom_estimator_is_used",
-    "distillation.teacher_path": "trainer/test_trainer_online.py::"
-    "test_distillation_brings_the_student_to_the_teacher",
+    "distillation.teacher_path": "trainer/test_trainer_online.py::test_distillation_brings_the_student_to_the_teacher",
     "preference.precompute_ref_log_probs": "trainer/test_trainer_dpo.py::test_precomputed_log_probs_train_the_same",
     "reward_model.enable": "trainer/test_trainer_rm.py::test_ppo_is_scored_by_it",
     "trainer.max_restarts": "scale/test_scale_faults.py::test_a_killed_worker_ends_the_run_and_the_next_one_goes_on",

@@ -130,7 +130,12 @@ def prompts(values, model, split="train", files=None):
     )
     rows = PROMPTS if files is None else files
     rows = build_prompt_dataset(
-        config.data, tokenizer, split, files=rows, seed=3, chat_template=config.actor_rollout_ref.model.custom_chat_template
+        config.data,
+        tokenizer,
+        split,
+        files=rows,
+        seed=3,
+        chat_template=config.actor_rollout_ref.model.custom_chat_template,
     )
     return [{name: _plain(value) for name, value in rows[i].items()} for i in range(len(rows))]
 
@@ -185,7 +190,9 @@ def reward(values, model):
 
     class Runner:
         def __init__(self, function, tokenizer, **options):
-            seen.update(options, function=getattr(function, "name", None) or function, kwargs=getattr(function, "kwargs", None))
+            seen.update(
+                options, function=getattr(function, "name", None) or function, kwargs=getattr(function, "kwargs", None)
+            )
 
     kept, roles.RewardRunner = roles.RewardRunner, Runner
     try:
@@ -245,4 +252,3 @@ def libraries(values, model):
     names = groups.external_libraries(config_of(values, model))
     groups.import_libraries(names)
     return names
-

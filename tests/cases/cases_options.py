@@ -115,7 +115,9 @@ RUNS = {
         f"{ACTOR}.optim.min_lr_ratio": 0.5,
         f"{ACTOR}.optim.num_cycles": 2.0,
     }),
-    "importance weights": Base("grpo", {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 0.5}, {
+    "importance weights": Base("grpo", {
+        f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 0.5,
+    }, {
         f"{CORRECTION}.rollout_is_threshold": 0.25,
         f"{CORRECTION}.rollout_is_batch_normalize": True,
     }),
@@ -123,7 +125,9 @@ RUNS = {
         f"{CORRECTION}.rollout_rs": "seq_sum_k2",
         f"{CORRECTION}.rollout_rs_threshold": "1e-15",
     }),
-    "the engine's log-probs": Base("grpo", {f"{CORRECTION}.bypass_mode": True}, {f"{CORRECTION}.loss_type": "reinforce"}),
+    "the engine's log-probs": Base("grpo", {f"{CORRECTION}.bypass_mode": True}, {
+        f"{CORRECTION}.loss_type": "reinforce",
+    }),
     "overlong": Base("grpo", {"reward.overlong_buffer.enable": True}, {
         "reward.overlong_buffer.len": 4,
         "reward.overlong_buffer.penalty_factor": 0.3,
@@ -156,7 +160,9 @@ RUNS = {
         "preference.length_normalize": True,
         "preference.ref_model_path": "{other}",
     }),
-    "a reference that may follow": Base("dpo", {"preference.ref_model_sync_steps": 1}, {"preference.sync_ref_model": True}),
+    "a reference that may follow": Base("dpo", {"preference.ref_model_sync_steps": 1}, {
+        "preference.sync_ref_model": True,
+    }),
     "SFT in between": Base("dpo", {"sft.train_files": "{answers}", "sft.ratio": 0.5}, {
         "sft.ratio": 0.1,
         "sft.train_batch_size": 2,

@@ -30,3 +30,9 @@ def raising(solution_str, ground_truth):
 def accurate(solution_str):
     """A score that varies where the accuracy does not."""
     return {"score": sum(c.isdigit() for c in solution_str) / 5, "acc": len(solution_str) > 4}
+
+
+def worse_the_better(solution_str, extra_info=None):
+    """Digits are good in training and bad in validation, so the first validation is the best."""
+    share = sum(c.isdigit() for c in solution_str) / 5
+    return -share if extra_info["split"] == "validation" else share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 
 import pytest
 import torch
@@ -145,3 +146,66 @@ def test_B75_a_nan_gradient_skips_the_step_and_is_told(tiny_model_dir):
     assert all(torch.equal(before[name], now) for name, now in live(actor).items())
     actor.update(recorded(), plan_of(recorded()))
     assert any(not torch.equal(before[name], now) for name, now in live(actor).items())
+
+
+def sampled(folder):
+    """(step, prompt, response) of the rows on record."""
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return [(row["step"], row["prompt"], row["response"]) for row in rows]
+
+
+def whole_state(trainer):
+    """(role, name) → a copy of a tensor: weights, optimizer, and counters but that of writes, as loading is one."""
+    roles = {"actor": trainer.roles.actor, "critic": trainer.roles.critic}
+    found = {(role, name): value.clone() for role, group in roles.items() for name, value in group.state_dict().items()}
+    return {key: value[1:] if key[1] == "counters" else value for key, value in found.items()}
+
+
+@pytest.mark.parametrize("ranks", [(1, 2, 1), (2, 1, 2)], ids=["1 to 2 to 1", "2 to 1 to 2"])
+def test_B65_another_number_of_ranks_goes_on_with_the_same_samples_and_optimizer(tiny_model_dir, tmp_path, ranks):
+    """Ranks as threads; as processes with shards they are in tests/checkpoint/test_checkpoint_sharded_run.py."""
+    from learning_helpers import two_ranks
+
+    def run(folder, world, until):
+        with pytest.MonkeyPatch.context() as patch:
+            if world == 2:
+                two_ranks(patch)
+            trainer = make_trainer(
+                tiny_model_dir, folder, algorithm="ppo", trainer__total_training_steps=3, trainer__save_freq=1
+            )
+            assert trainer.roles.actor.world_size == world
+            states = [whole_state(trainer)]
+            trainer.callbacks = (lambda trainer, metrics: states.append(whole_state(trainer)),)
+            trainer.total_steps = until
+            trainer.fit()
+        return states[0], states[-1]
+
+    _, right = run(tmp_path / "alone", 1, 3)
+    kept = None
+    for world, until in zip(ranks, (1, 2, 3), strict=True):
+        before, after = run(tmp_path / "mixed", world, until)
+        if kept is not None:
+            assert before.keys() == kept.keys() and any("optim" in name for _, name in before)
+            assert [name for name in before if not torch.equal(before[name], kept[name])] == []
+        kept = after
+    assert sampled(tmp_path / "mixed") == sampled(tmp_path / "alone")
+    for name, value in right.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=2e-4)
+
+
+def test_random_words_that_are_no_numbers_of_a_generator_are_a_message(tiny_model_dir, tmp_path):
+    """Found by the long fuzz run: Python's generator raises OverflowError at a negative word."""
+    from test_fuzz_checkpoints import list_again
+
+    from verl.checkpoint import read_state, write_state
+
+    trainer = make_trainer(tiny_model_dir, tmp_path, trainer__total_training_steps=1, trainer__save_final=True)
+    trainer.fit()
+    state = tmp_path / "global_step_1" / "train_state"
+    tensors, extra = read_state(state)
+    extra["rng"]["python"]["words"][0] = -1
+    write_state(state, dict(tensors), extra)
+    list_again(tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot be resumed from.*OverflowError.*resume_mode=disable"):
+        make_trainer(tiny_model_dir, tmp_path)
+    assert (tmp_path / "global_step_1" / "actor" / "model.safetensors").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,17 @@ from tiny_models import make_tokenizer
 
 from verl import notices
 from verl.config import fit_batch_to_rows, load_config
-from verl.data import PromptDataset, PromptLoader
+from verl.data import (
+    PreferenceDataset,
+    PromptDataset,
+    PromptLoader,
+    SFTDataset,
+    UnpairedDataset,
+    build_prompt_dataset,
+    collate_pairs,
+    collate_sequences,
+    collate_unpaired,
+)
 from verl.errors import ConfigError, DataError
 from verl.rewards import default_compute_score
 
@@ -139,3 +150,48 @@ def test_a_column_that_only_some_rows_have_reaches_the_batch_of_every_row(tiny_m
     trainer = Trainer(load_config(values=values), train_rows=rows)
     trainer.fit()
     assert trainer.global_steps == 6
+
+
+@pytest.mark.parametrize("kind", ["answers", "pairs", "labels"])
+def test_a_column_that_only_some_texts_have_is_in_every_batch(tokenizer, kind):
+    pairs = [{"prompt": f"{k}", "chosen": "a", "rejected": "b"} for k in range(6)]
+    dataset, rows = {
+        "answers": (SFTDataset, [{"prompt": f"{k}", "response": "a"} for k in range(6)]),
+        "pairs": (PreferenceDataset, pairs),
+        "labels": (UnpairedDataset, [{"prompt": f"{k}", "completion": "a", "label": k % 2 == 0} for k in range(6)]),
+    }[kind]
+    collate = {"answers": collate_sequences, "pairs": collate_pairs, "labels": collate_unpaired}[kind]
+    rows[4]["late"] = "x"
+    loader = PromptLoader(dataset(rows, tokenizer), 3, shuffle=False, collate=partial(collate, pad_id=0))
+    batches = [loader.next_batch() for _ in range(2)]
+    first, second = (batch.non_tensor_batch["late"].tolist() for batch in batches)
+    assert set(first) == {None} and set(second) == {None, "x"}
+    assert set(batches[0].non_tensor_batch) == set(batches[1].non_tensor_batch)
+
+
+OWN_DATASET = """
+class Own:
+    def __init__(self, **_):
+        pass
+    def __len__(self):
+        return 24
+    def __getitem__(self, i):
+        return {"raw_prompt": f"{i}+1=", **({"early": "x"} if i == 0 else {})}
+"""
+
+
+def test_a_dataset_of_ones_own_may_leave_columns_out(tiny_model_dir, tmp_path):
+    """A run over all of it: the batches after the first have no item with the column."""
+    from trainer_helpers import make_trainer
+
+    file = tmp_path / "own.py"
+    file.write_text(OWN_DATASET)
+    config = load_config([f"data.custom_cls.path={file}", "data.custom_cls.name=Own"])
+    data = build_prompt_dataset(config.data, make_tokenizer(), files=[])
+    assert [data[k]["early"] for k in (0, 1, 23)] == ["x", None, None]
+    trainer = make_trainer(
+        tiny_model_dir, tmp_path / "run", data__custom_cls__path=str(file), data__custom_cls__name="Own",
+        data__shuffle=False, trainer__total_training_steps=3,
+    )  # fmt: skip
+    trainer.fit()
+    assert trainer.global_steps == 3

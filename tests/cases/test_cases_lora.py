@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import make_model
 from trainer_helpers import make_trainer
 from transformers import AutoModelForCausalLM
 
+from verl.errors import ModelError
 from verl.hybrid import make_twin
 from verl.models.loading import save_pretrained
 from verl.models.lora import ADAPTER, add_adapters
@@ -55,3 +57,13 @@ def test_B72_the_checkpoint_of_a_run_with_adapters_is_a_plain_model(tiny_model_d
         base = AutoModelForCausalLM.from_pretrained(tiny_model_dir).eval()(input_ids=ids).logits
         torch.testing.assert_close(plain, make_twin(live)(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
     assert (plain - base).abs().max() > 1e-3  # something was learned
+
+
+def test_modules_to_leave_out_that_name_nothing_are_an_error():
+    """A text is a regular expression over whole names: the ending alone would leave nothing out, silently."""
+    with pytest.raises(ModelError, match="exclude_modules=q_proj"):
+        add_adapters(make_model("llama"), LoraSettings(rank=1, exclude_modules="q_proj"))
+    model = make_model("llama")
+    add_adapters(model, LoraSettings(rank=1, exclude_modules=r".*\.q_proj"))
+    adapted = {name.split(".")[-4] for name in model.state_dict() if "lora_A" in name}
+    assert "k_proj" in adapted and "q_proj" not in adapted

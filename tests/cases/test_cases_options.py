@@ -49,7 +49,7 @@ def outcome(tiny_model_dir, tmp_path_factory):
                 tiny_model_dir, folder, algorithm=base.algorithm, validation=base.validation, **values
             )
         metrics = trainer.fit()
-        numbers = {k: v for k, v in metrics.items() if not is_time_metric(k) and "seconds" not in k and "memory" not in k}
+        numbers = {k: v for k, v in metrics.items() if not is_time_metric(k) and "seconds" not in k}
         roles = ("actor", "critic") if base.algorithm == "ppo" else ("actor",)
         return numbers, {role: weights(trainer, role) for role in roles}
 

@@ -22,7 +22,7 @@ from verl.tracking import is_time_metric
 
 CLOCK = re.compile("seconds|memory|time|perf/")
 TESTS = Path(__file__).parents[1]
-CLASSES = '''
+CLASSES = """
 class First:
     def __init__(self, **_):
         self.rows = [{"raw_prompt": "1"}]
@@ -40,7 +40,7 @@ def first(solution_str, **kwargs):
 
 def second(solution_str, **kwargs):
     return 2.0
-'''
+"""
 
 
 def test_every_option_stands_in_one_table():
@@ -134,20 +134,20 @@ def record(model, folder, base, values):
     return files, steps, samples, (info.project, info.experiment), batches
 
 
+def recorded(model, places, folder, base, values):
+    """(record of a run in a folder of its own, message if it was refused)."""
+    folder.mkdir()
+    done, places = places["{done}"], {**places, "{folder}": str(folder / "extra"), "{done}": str(folder / "done")}
+    if "{done}" in str(values):
+        shutil.copytree(done, folder / "done", symlinks=True)
+    return refused(lambda: record(model, folder / "run", base, filled(values, places)))
+
+
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, base in RECORDS.items() for key in base.changes])
 def test_a_changed_option_changes_what_a_run_leaves(tiny_model_dir, places, tmp_path, name, key):
     base = RECORDS[name]
-    found = []
-    for number, values in enumerate((base.given, {**base.given, key: base.changes[key]})):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        mine = dict(places, **{"{folder}": str(folder / "extra"), "{done}": str(folder / "done")})
-        if "{done}" in str(values):
-            shutil.copytree(places["{done}"], folder / "done", symlinks=True)
-        outcome, message = refused(lambda: record(tiny_model_dir, folder / "run", base, filled(values, mine)))
-        if number:
-            check_refusal(key, message)
-        else:
-            assert message is None
-        found.append(outcome)
-    assert found[0] != found[1]
+    before, message = recorded(tiny_model_dir, places, tmp_path / "0", base, base.given)
+    assert message is None
+    after, message = recorded(tiny_model_dir, places, tmp_path / "1", base, {**base.given, key: base.changes[key]})
+    check_refusal(key, message)
+    assert after != before

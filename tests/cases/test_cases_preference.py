@@ -130,3 +130,32 @@ def test_B83_sums_do_not_depend_on_padding():
         torch.nn.functional.pad(log_probs, (3, 2), value=math.nan), torch.nn.functional.pad(mask, (3, 2))
     )
     assert torch.equal(wide, sequence_logps(log_probs, mask))
+
+
+def test_B81_the_trainers_own_logps_do_not_depend_on_the_padding(tiny_model_dir, tmp_path):
+    """A whole DPO step over pairs, with a pair that is much longer beside them or not: of the pairs that both runs
+    have, the sums of log-probs are those of the text alone."""
+    from learning_helpers import make_learner, pairs
+    from tiny_models import make_tokenizer
+    from transformers import AutoModelForCausalLM
+
+    network, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model_dir), make_tokenizer()
+
+    def own(row, side):
+        before = tokenizer(row["prompt"]).input_ids
+        ids = torch.tensor([[*before, *tokenizer(row[side]).input_ids, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            log_probs = network(ids).logits[0, :-1].log_softmax(-1)
+        return float(log_probs.gather(-1, ids[0, 1:, None])[len(before) - 1 :].sum())
+
+    narrow = pairs(3)
+    wide = [*pairs(3), {"prompt": "9" * 40, "chosen": "1" * 30, "rejected": "2" * 45}]
+    for name, rows in (("narrow", narrow), ("wide", wide)):
+        trainer = make_learner(
+            tiny_model_dir, tmp_path / name, "dpo", rows, trainer__total_training_steps=1,
+            data__train_batch_size=len(rows),
+        )  # fmt: skip
+        metrics = trainer.fit()
+        for side in ("chosen", "rejected"):
+            right = sum(own(row, side) for row in rows) / len(rows)
+            assert metrics[f"logps/{side}"] == pytest.approx(right, rel=1e-5)

@@ -221,6 +221,7 @@ def test_gsm8k_gold_of_the_preprocessing():
 
 @pytest.mark.parametrize("acc", ["yes", float("nan"), [1]])
 def test_an_accuracy_that_is_no_number_is_told_by_the_group_filter(acc):
+    from verl import notices
     from verl.protocol import DataProto
     from verl.trainer.nodes import filter_groups
 
@@ -240,3 +241,6 @@ def test_an_accuracy_that_is_no_number_is_told_by_the_group_filter(acc):
     assert len(filter_groups(scored(1, True), metric="acc")) == 0
     with pytest.raises(RewardError, match=r"filter_groups\.metric=acc"):
         filter_groups(scored(1.0, acc), metric="acc")
+    assert not any("no 'acc'" in text for text in notices.seen())
+    assert len(filter_groups(scored(None, None), metric="acc")) == 0  # by the scores, which are equal
+    assert any("filter_groups.metric=acc: the reward function reports no 'acc'" in text for text in notices.seen())

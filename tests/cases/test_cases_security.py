@@ -80,8 +80,18 @@ def test_a_model_folder_with_a_pickle_is_refused(tmp_path, mark, name):
 
 
 def test_no_code_of_ours_unpickles_what_may_come_from_outside():
-    """Only messages between the driver and its own reward workers, and between ranks, are pickled."""
-    allowed = {"comm.py", "rewards/wire.py", "rewards/worker.py", "rewards/slot.py", "rewards/source.py"}
+    """Only messages between processes that the run itself started are pickled: its reward workers, its ranks (over Ray
+    and over the process group of the run), and the vLLM engine that it hosts."""
+    allowed = {
+        "comm/processes.py",
+        "comm/threads.py",
+        "rollout/vllm/receiver.py",
+        "rewards/wire.py",
+        "rewards/worker.py",
+        "rewards/slot.py",
+        "rewards/source.py",
+        "single_controller/ray/wire.py",
+    }
     root = Path(verl.__file__).parent
     found = set()
     for file in root.rglob("*.py"):
@@ -93,6 +103,8 @@ def test_no_code_of_ours_unpickles_what_may_come_from_outside():
             found.add(file.relative_to(root).as_posix())
         assert not re.search(r"torch\.load\((?!.*weights_only=True)", text), file
     assert found <= allowed
+    unpickled = re.findall(r".*pickle\.loads.*", (root / "comm" / "processes.py").read_text(encoding="utf-8"))
+    assert len(unpickled) == 2 and all("_gather_bytes" in line or "self.rank" in line for line in unpickled)
 
 
 REMOTE = """
@@ -146,3 +158,26 @@ def test_a_response_with_a_script_stays_text_in_the_report(tiny_model_dir, tmp_p
     samples.write_text(json.dumps({**json.loads(line), "response": evil}) + "\n")
     page = write_report(tmp_path).read_text()
     assert "<script>alert(1)" not in page and "alert(1)" in page
+
+
+def test_servers_listen_to_this_machine_only_unless_asked(tmp_path, monkeypatch):
+    """``verl serve`` and ``verl dash`` as typed, up to the open port."""
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    import verl.cli.serve
+    import verl.serving.server
+    import verl.tracking.dash
+
+    opened = []
+
+    def serve(model, sock, **_):
+        opened.append(sock.getsockname()[0])
+        sock.close()
+
+    monkeypatch.setattr(verl.serving.server, "serve", serve)
+    folder = str(save_tiny_model(tmp_path / "model"))
+    assert verl.cli.serve.main([folder, "--port", "0", "--device", "cpu"]) == 0
+    server = verl.tracking.dash.make_server(tmp_path, 0)
+    opened.append(server.server_address[0])
+    server.server_close()
+    assert opened == ["127.0.0.1", "127.0.0.1"]

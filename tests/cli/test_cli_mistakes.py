@@ -156,3 +156,23 @@ def test_an_overwritten_export_is_there_until_the_new_one_is(tmp_path, monkeypat
 def test_sizes_of_weight_files():
     for size in ("20KB", "5GB", "2GiB"):
         assert ExportOptions(max_shard_size=size).max_shard_size == size
+
+
+def test_a_reward_model_is_not_taken_for_one_that_writes(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}, {"prompt": "2+2=", "chosen": "4", "rejected": "5"}]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    keys = ["data.train_files=pairs.jsonl", "trainer.default_local_dir=runs/rm", "trainer.total_training_steps=1"]
+    assert main(["train", "rm", *keys, f"actor_rollout_ref.model.path={folder}", "trainer.device=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "Checkpoint runs/rm/global_step_1" in out and "Report     runs/rm/report.html" in out
+    for argv in (
+        ["generate", "runs/rm", "--prompt", "a", *CPU],
+        ["compare", folder, "runs/rm", "--prompt", "a", *CPU],
+        ["export", "--model_path", "runs/rm", "--output_dir", "exported"],
+    ):
+        assert "it scores and does not write" in refused(argv, capsys)
+    assert not (tmp_path / "exported").exists()
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert "verl report runs/rm" in shown and "verl chat runs/rm" not in shown

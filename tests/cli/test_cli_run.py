@@ -132,3 +132,21 @@ def test_a_scheduler_that_ends_the_run_lets_it_clean_up():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
     assert (result.returncode, result.stdout, result.stderr) == (143, "report written\n", "terminated\n")
+
+
+def test_a_torchvision_of_another_torch_is_named(capsys):
+    def command(argv):
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'PreTrainedModel'.") from error
+
+    assert run_cli(command, ()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: the installed torchvision does not fit") and "pip uninstall torchvision" in err
+    assert err.count("\n") == 1
+
+
+def test_another_import_that_fails_is_a_bug(capsys):
+    assert run_cli(raising(ModuleNotFoundError("Could not import module 'X'.")), ()) == 1
+    assert "This is a bug in verl" in capsys.readouterr().err

@@ -32,6 +32,8 @@ def sample(key: str):
     if key.endswith(".betas"):
         return [0.5, 0.6]
     kind = str(leaf.hint)
+    if "list" in kind:
+        return [7] if "int" in kind else ["some/text"]
     if "bool" in kind:
         return not leaf.default
     return 7 if "int" in kind else 0.5 if "float" in kind else "some/text"
@@ -105,9 +107,7 @@ def test_cpu_offload_and_offload_params():  # A3
 
 
 def test_what_would_train_something_else_is_refused():
-    for text in (
-        "reward.reward_manager.name=mine",
-    ):
+    for text in ("reward.reward_manager.name=mine",):
         with pytest.raises(ConfigError, match="is not available here"):
             load_config([text])
     config = load_config(values={"reward": {"reward_model": {"enable": True, "model_path": "some/model"}}})

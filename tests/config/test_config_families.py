@@ -55,11 +55,68 @@ def test_a_kl_coefficient_is_the_beta_of_a_preference_loss():
         (["algorithm=sft", "data.max_prompt_length=9"], "data.max_prompt_length"),
         (["algorithm=ppo", "sft.ratio=0.5"], "sft.ratio"),
         (["algorithm=dpo", "reward_model.center_rewards_coefficient=0.5"], "reward_model.center_rewards_coefficient"),
+        (["algorithm=dpo", "actor_rollout_ref.actor.clip_ratio=0.1"], "actor_rollout_ref.actor.clip_ratio"),
+        (["algorithm=kto", "actor_rollout_ref.actor.use_kl_loss=true"], "actor_rollout_ref.actor.use_kl_loss"),
+        (["algorithm=sft", "actor_rollout_ref.actor.entropy_coeff=0.1"], "actor_rollout_ref.actor.entropy_coeff"),
+        (["algorithm=rm", "critic.optim.lr=1e-5"], "critic.optim.lr"),
+        (
+            ["algorithm=dpo", "actor_rollout_ref.actor.loss_agg_mode=token-mean"],
+            "actor_rollout_ref.actor.loss_agg_mode",
+        ),
+        (["algorithm=dpo", "preference.ref_model_sync_steps=8"], "preference.ref_model_sync_steps"),
     ],
 )
 def test_keys_of_another_family_are_told(overrides, key):
     validate(load_config(overrides), need_data=False, need_model=False)
     assert any(text.startswith(f"{key} is given and not used by") for text in notices.seen())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["algorithm=distillation", "actor_rollout_ref.actor.clip_ratio=0.1"], "clip_ratio is given and not used"),
+        (["algorithm=sft", "actor_rollout_ref.actor.loss_agg_mode=token-mean"], "loss_agg_mode is given and not used"),
+        (
+            ["algorithm=dpo", "preference.sync_ref_model=true", "preference.ref_model_sync_steps=8"],
+            "ref_model_sync_steps is given and not used",
+        ),
+        (["algorithm=kto", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3"], "two of a pair stay together"),
+        (["algorithm=dpo", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"], "two of a pair stay together"),
+    ],
+)
+def test_keys_that_are_used_are_not_told(overrides, told):
+    validate(load_config([*overrides, *NEEDS.get(overrides[0][10:], [])]), need_data=False, need_model=False)
+    assert not any(told in text for text in notices.seen())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["algorithm=rm", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"], "micro-batches have 2"),
+        (["algorithm=dpo", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5"], "micro-batches have 4"),
+        (["algorithm=grpo", "reward_model.model.path=some/model"], "set reward_model.enable=true"),
+    ],
+)
+def test_what_is_done_otherwise_is_told(overrides, told):
+    validate(load_config(overrides), need_data=False, need_model=False)
+    assert any(told in text for text in notices.seen())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm=kto", "actor_rollout_ref.actor.ppo_mini_batch_size=1"], r"ppo_mini_batch_size=1: the KL of kto"),
+        (["algorithm=kto", "data.train_batch_size=1"], r"data\.train_batch_size=1: the KL of kto"),
+        (["algorithm=dpo", "preference.loss_type=aot", "preference.use_weighting=true"], r"sides of different pairs"),
+        (
+            ["algorithm=distillation", "actor_rollout_ref.actor.use_kl_loss=true", *NEEDS["distillation"]],
+            r"use_kl_loss=true needs a reference",
+        ),
+    ],
+)
+def test_contradictions_of_the_family(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(load_config(overrides), need_data=False, need_model=False)
 
 
 def test_keys_of_verls_sft_trainer():

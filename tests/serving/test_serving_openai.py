@@ -300,6 +300,9 @@ def test_unknown_places_and_wrong_json(url):
     assert reply.status_code == 404 and reply.json()["error"]["code"] == "unknown_url"
     reply = httpx.post(f"{url}/completions", content="{", headers={"content-type": "application/json"})
     assert reply.status_code == 400 and reply.json()["error"]["type"] == "invalid_request_error"
+    form = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d says unless told otherwise
+    reply = httpx.post(f"{url}/completions", content='{"prompt": "a"}', headers=form)
+    assert reply.status_code == 400 and "Content-Type: application/json" in reply.json()["error"]["message"]
     assert httpx.get(url.removesuffix("/v1") + "/health").json()["status"] == "ok"
 
 

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from learning_helpers import assert_equal, make_learner, pairs, two_ranks, weights
+from learning_helpers import answers, assert_equal, make_learner, pairs, two_ranks, weights
 from tiny_models import make_tokenizer, sample_batch, save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from verl.config.names import PAIR_LOSSES, REFERENCE_FREE
-from verl.errors import ConfigError, DataError, TrainingError
+from verl.errors import CheckpointError, ConfigError, DataError, ModelError, TrainingError
 from verl.models.squared_probs import log_probs_and_squares
 from verl.notices import seen
 from verl.train_engine.memory import MemoryShortageError
@@ -307,3 +307,40 @@ def test_memory_that_runs_out_cuts_between_pairs_and_ends_with_one(model, tmp_pa
     assert_equal(weights(plain), weights(trainer), 2e-6)
     with pytest.raises(TrainingError, match="a single sequence"):
         run("c", most=1)
+
+
+def test_the_temperature_of_sampling_is_not_in_the_loss(model, other, tmp_path):
+    losses = [
+        make_learner(
+            model, tmp_path / str(temperature), "dpo", pairs(), trainer__total_training_steps=1,
+            preference__ref_model_path=str(other), actor_rollout_ref__rollout__temperature=temperature,
+        ).fit()["train/loss"]
+        for temperature in (1.0, 0.5)
+    ]  # fmt: skip
+    assert losses[0] == losses[1] != pytest.approx(0.693147, abs=1e-3)
+
+
+def test_resuming_from_a_run_without_preferences_says_so(model, tmp_path):
+    make_learner(model, tmp_path, "sft", answers(), trainer__total_training_steps=1, trainer__save_final=True).fit()
+    with pytest.raises(CheckpointError, match="has no running_mean, which this run needs"):
+        make_learner(model, tmp_path, "dpo", pairs())
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "settings", "message"),
+    [
+        ("llama", {"vocab_size": 120}, {}, "has vocab_size=120 and the policy .* has 96"),
+        ("llama", {"num_hidden_layers": 1}, {"preference__sync_ref_model": True}, "has num_hidden_layers=1"),
+        ("qwen2", {}, {"preference__sync_ref_model": True}, "has model_type=qwen2"),
+    ],
+)
+def test_a_reference_that_cannot_serve_is_refused(model, tmp_path, kind, shape, settings, message):
+    path = str(save_tiny_model(tmp_path / "reference", kind, **shape))
+    with pytest.raises(ModelError, match=message):
+        make_learner(model, tmp_path / "run", "dpo", pairs(), preference__ref_model_path=path, **settings)
+
+
+def test_adapters_cannot_be_followed(model, other, tmp_path):
+    settings = {"preference__sync_ref_model": True, "actor_rollout_ref__model__lora_rank": 4}
+    with pytest.raises(ConfigError, match="takes over all weights"):
+        make_learner(model, tmp_path, "dpo", pairs(), preference__ref_model_path=str(other), **settings)

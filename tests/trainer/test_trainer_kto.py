@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from verl.config.names import LABEL_LOSSES
 from verl.errors import ConfigError, DataError
+from verl.notices import seen
 
 SGD = {"actor_rollout_ref__actor__optim__optimizer": "SGD", "actor_rollout_ref__actor__optim__weight_decay": 0.0}
 MICRO = "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu"
@@ -143,3 +144,15 @@ def test_precomputing_cannot_know_mismatched_answers(model, tmp_path):
     make_learner(
         model, tmp_path, "bco", labelled(), preference__precompute_ref_log_probs=True, trainer__total_training_steps=1
     ).fit()
+
+
+def test_a_batch_of_one_row_has_a_kl_of_zero(model, other, tmp_path):
+    rows = labelled(4)[:5]
+    settings = {"data__train_batch_size": 4, "data__last_batch": "short", "data__shuffle": False}
+    trainer = make_learner(
+        model, tmp_path, "kto", rows, validation=rows, trainer__total_training_steps=2, data__val_batch_size=4,
+        preference__ref_model_path=str(other), trainer__test_freq=2, **settings, **SGD,
+    )  # fmt: skip
+    metrics = trainer.fit()
+    assert metrics["kl"] == 0 and metrics["actor/grad_norm"] > 0 and math.isfinite(metrics["val/loss"])
+    assert any("a batch of one row" in text for text in seen())

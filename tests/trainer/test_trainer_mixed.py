@@ -10,7 +10,7 @@ from tiny_models import save_tiny_model
 from trainer_rewards import digits_share
 
 from verl.data import arithmetic_task
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError
 from verl.trainer.sft.mixed import is_sft, sft_steps, steps_in_all
 
 RL = {
@@ -110,3 +110,22 @@ def test_epochs_count_the_other_algorithms_data(model, tmp_path, sft_file):
 def test_sft_in_sft_is_refused(model, tmp_path, sft_file):
     with pytest.raises(ConfigError, match="puts SFT steps between"):
         make_learner(model, tmp_path / "run", "sft", answers(), sft__train_files=sft_file)
+
+
+def test_sft_steps_are_at_temperature_1(model, tmp_path, sft_file):
+    losses = [
+        make_learner(
+            model, tmp_path / str(temperature), "grpo", arithmetic_task(), trainer__total_training_steps=2,
+            sft__train_files=sft_file, sft__ratio=0.5, actor_rollout_ref__actor__optim__lr=1e-12,
+            actor_rollout_ref__rollout__temperature=temperature, **RL,
+        ).fit()["train/loss"]
+        for temperature in (1.0, 0.5)
+    ]  # fmt: skip
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_checkpoint_without_sft_steps_is_refused(model, tmp_path, sft_file):
+    settings = {"trainer__total_training_steps": 1, "trainer__save_final": True}
+    make_learner(model, tmp_path, "dpo", pairs(), **settings).fit()
+    with pytest.raises(CheckpointError, match="a run without SFT steps"):
+        make_learner(model, tmp_path, "dpo", pairs(), sft__train_files=sft_file, sft__ratio=0.5)

@@ -105,7 +105,7 @@ def test_dpo_without_pairs_and_with_a_reward_goes_online(model, tmp_path):
     )
     assert [node.name for node in trainer.flows.flow("train", 1).nodes][:3] == ["generate", "score", "pair"]
     assert trainer.config.actor_rollout_ref.rollout.n == 2
-    assert any("makes its pairs itself" in text for text in seen())
+    assert any("makes its pairs itself" in text and "rollout.n=2 answers" in text for text in seen())
     assert math.isfinite(trainer.fit()["train/loss"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -179,3 +180,21 @@ def test_texts_are_templated_where_the_policy_templates_them(model, tmp_path):
     text = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
     assert scorer.tokenizer.decode(scorer.encode("1+1=", "?", "2")) == text
     assert scorer.tokenizer.decode(RewardModel(folder).encode("1+1=", "?", "2")) == "1+1=2"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_margin_that_one_file_has_counts_in_its_rows(model, tmp_path, order):
+    files = []
+    for number, extra in enumerate(({}, {"margin": 2.0})):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("".join(json.dumps({**row, **extra}) + "\n" for row in pairs(4)))
+        files.append(str(path))
+    expected = [math.log(2), math.log(1 + math.exp(2.0))]
+    trainer = make_learner(
+        model, tmp_path / "run", "rm", None, data__train_files=[files[i] for i in order], data__shuffle=False,
+        trainer__total_training_steps=2, actor_rollout_ref__actor__optim__lr=1e-9,
+    )  # fmt: skip
+    losses = []
+    trainer.callbacks = (lambda _, metrics: losses.append(metrics["train/loss"]),)
+    trainer.fit()
+    assert losses == pytest.approx([expected[i] for i in order], abs=1e-4)

@@ -135,3 +135,30 @@ def test_previews_show_what_the_model_answers_now(model, tmp_path):
     )  # fmt: skip
     trainer.fit()
     assert "1+1=" in (tmp_path / "samples.jsonl").read_text()
+
+
+def test_every_learned_token_is_counted_once(model, tmp_path, monkeypatch):
+    counts = []
+    for size in (4, 2):
+        trainer = make_learner(
+            model, tmp_path / str(size), "sft", answers(4), trainer__total_training_steps=1,
+            actor_rollout_ref__actor__ppo_mini_batch_size=size,
+        )  # fmt: skip
+        counts.append(trainer.fit()["train/tokens"])
+    two_ranks(monkeypatch)
+    spread = make_learner(model, tmp_path / "two", "sft", answers(4), trainer__total_training_steps=1)
+    counts.append(spread.fit()["train/tokens"])
+    tokenizer = make_tokenizer()
+    expected = sum(len(tokenizer(row["response"] + "<eos>").input_ids) for row in answers(4))
+    assert counts == [expected, expected, expected]
+
+
+def test_the_temperature_of_sampling_is_not_in_the_loss(model, tmp_path):
+    rows, texts = answers(4), [(row["prompt"], row["response"] + "<eos>") for row in answers(4)]
+    trainer = make_learner(
+        model, tmp_path, "sft", rows, validation=rows, trainer__total_training_steps=1, trainer__val_before_train=True,
+        trainer__test_freq=1, actor_rollout_ref__rollout__temperature=0.5, actor_rollout_ref__actor__optim__lr=1e-9,
+    )  # fmt: skip
+    metrics = trainer.fit()
+    assert metrics["train/loss"] == pytest.approx(own_loss(model, texts), rel=1e-5)
+    assert metrics["val/loss"] == pytest.approx(own_loss(model, texts), rel=1e-4)

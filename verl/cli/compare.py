@@ -61,10 +61,13 @@ def main(argv: list[str]) -> int:
         )
         page, models = output_file(arguments.output), ((arguments.base, None), (arguments.tuned, arguments.step))
         from verl.checkpoint.models import locate_model
+        from verl.export.kinds import require_language_model
         from verl.models.loading import load_tokenizer
 
         for path, step in models:  # both, before one of them answers
-            load_tokenizer(locate_model(path, step).path, trust_remote_code=arguments.trust_remote_code)
+            place, trust = locate_model(path, step).path, arguments.trust_remote_code
+            load_tokenizer(place, trust_remote_code=trust)
+            require_language_model(place, trust_remote_code=trust)
         sampling = sampling_of(arguments)
         names, answers = [], []
         for path, step in models:

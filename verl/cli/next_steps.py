@@ -13,7 +13,12 @@ _DEPTH = 3
 
 @dataclass(frozen=True)
 class LastRun:
-    """The run folder whose record changed last. ``base``: the model that it began with, where that is on record."""
+    """The run folder whose record changed last.
+
+    Attributes:
+        has_model: it has a checkpoint of a model that writes; a reward model does not.
+        base: the model that it began with, where that is on record.
+    """
 
     folder: Path
     has_model: bool
@@ -26,7 +31,7 @@ def last_run(here: Path) -> LastRun | None:
     if not records:
         return None
     folder = max(records, key=lambda record: record.stat().st_mtime).parent
-    return LastRun(folder.relative_to(here), bool(step_folders(folder)), _base(folder / "config.yaml"))
+    return LastRun(folder.relative_to(here), _has_model(folder), _base(folder / "config.yaml"))
 
 
 def _records(folder: Path) -> list[Path]:
@@ -34,14 +39,24 @@ def _records(folder: Path) -> list[Path]:
     return [path for pattern in patterns for path in folder.glob(pattern) if "earlier_runs" not in path.parts]
 
 
+def _has_model(folder: Path) -> bool:
+    steps = step_folders(folder)
+    config = steps[max(steps)] / "actor" / "config.json" if steps else None
+    if config is None or not config.is_file():
+        return bool(steps)
+    from verl.tracking.stored import read_mapping
+
+    names = read_mapping(config).get("architectures") or []
+    return not any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
 def _base(config: Path) -> str | None:
     if not config.is_file():
         return None
-    import yaml
-
     from verl.tracking.plain import config_value
+    from verl.tracking.stored import read_mapping
 
-    return config_value(yaml.safe_load(config.read_text(encoding="utf-8")) or {}, "actor_rollout_ref.model.path")
+    return config_value(read_mapping(config), "actor_rollout_ref.model.path")
 
 
 def commands(run: LastRun) -> dict[str, str]:

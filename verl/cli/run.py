@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -38,6 +39,9 @@ def run_cli(command: Callable[[list[str]], int | None], argv: Sequence[str]) -> 
 
     ``HYDRA_FULL_ERROR=1`` or ``VERL_TRACEBACK=1`` shows the traceback of user errors too.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # a terminal or pipe that is not UTF-8 ends no command
     try:
         with _terminable():
             return command(list(argv)) or 0
@@ -89,10 +93,23 @@ def user_message(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, ImportError):
         missing = missing_dependency(error)
-        return str(missing) if missing else None
+        return str(missing) if missing else _unfit_package(error)
     if isinstance(error, OSError) and error.errno in _OS_REMEDIES:
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{_OS_REMEDIES[error.errno]}"
+    return None
+
+
+def _unfit_package(error: ImportError) -> str | None:
+    """transformers imports an installed torchvision, which fails where it was built for another torch."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if "torchvision::" in str(seen):
+            return (
+                f"the installed torchvision does not fit the installed torch ({seen}): pip uninstall torchvision (not "
+                "needed here), or install the version that belongs to your torch"
+            )
+        seen = seen.__cause__ or seen.__context__
     return None
 
 

@@ -171,7 +171,7 @@ def _callable(leaf: Leaf, value: Any) -> Any:
     if value is None or callable(value):
         return value
     raise Mismatch(
-        f"{leaf.key}={_shown(value)}: expected a Python function; to name a file use the key beside it that ends in path"
+        f"{leaf.key}={_shown(value)}: expected a Python function; the key beside it that ends in path names a file"
     )
 
 

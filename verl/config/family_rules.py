@@ -9,7 +9,27 @@ from verl.config.derived import family, generates, needs_reference
 from verl.config.tree import LEAVES, Config
 
 _PREFERENCE = ("preference", "online_preference")
-_PPO_ONLY = ("algorithm.gamma", "algorithm.lam", "algorithm.adv_estimator", "algorithm.filter_groups.enable")
+_ACTOR = "actor_rollout_ref.actor"
+_PPO_ONLY = (
+    "algorithm.gamma",
+    "algorithm.lam",
+    "algorithm.adv_estimator",
+    "algorithm.norm_adv_by_std_in_grpo",
+    "algorithm.filter_groups.enable",
+    "algorithm.use_kl_in_reward",
+    f"{_ACTOR}.use_kl_loss",
+    f"{_ACTOR}.kl_loss_coef",
+    "critic.enable",
+    "critic.optim.lr",
+    "critic.model.path",
+)
+_POLICY_LOSS_ONLY = (
+    *(f"{_ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high", "_c")),
+    f"{_ACTOR}.entropy_coeff",
+    f"{_ACTOR}.policy_loss.loss_mode",
+)
+_SYNC_ONLY = ("preference.ref_model_sync_steps", "preference.ref_model_mixup_alpha")
+_SORTING = ("aot", "aot_pair", "aot_unpaired")
 
 
 def family_contradictions(config: Config) -> Iterator[str]:
@@ -23,6 +43,10 @@ def family_contradictions(config: Config) -> Iterator[str]:
         yield "preference.precompute_ref_log_probs=true needs answers that are known before training, so not online_dpo"
     if kind == "distillation" and config.distillation.teacher_path is None:
         yield "distillation.teacher_path is not set: name the teacher, a model folder or a hub model"
+    if kind == "distillation" and config.actor_rollout_ref.actor.use_kl_loss:
+        yield f"{_ACTOR}.use_kl_loss=true needs a reference, and distillation has a teacher in its place: leave it out"
+    if kind == "preference" and preference.loss_type == "kto":
+        yield from _kto_sizes(config)
     if kind in _PREFERENCE:
         yield from _reference(config)
     model = config.actor_rollout_ref.model
@@ -45,12 +69,28 @@ def family_contradictions(config: Config) -> Iterator[str]:
         yield f"sft.train_files puts SFT steps between those of an algorithm, which {config.algorithm.name} cannot be"
 
 
+def _kto_sizes(config: Config) -> Iterator[str]:
+    sizes = {
+        "data.train_batch_size": config.data.train_batch_size,
+        f"{_ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size,
+    }
+    for key, size in sizes.items():
+        if size == 1:
+            yield f"{key}=1: the KL of kto pairs each prompt with another row's answer, so set it to 2 or more"
+
+
 def _reference(config: Config) -> Iterator[str]:
-    preference, adapters = config.preference, config.actor_rollout_ref.model.lora_rank > 0
+    preference, model = config.preference, config.actor_rollout_ref.model
+    adapters = model.lora_rank > 0 or model.lora_adapter_path is not None
     free = not needs_reference(config)
     for name in ("sync_ref_model", "precompute_ref_log_probs", "ref_model_path"):
         if free and getattr(preference, name):
             yield f"preference.{name} has no use: preference.loss_type={preference.loss_type} has no reference"
+    if preference.use_weighting and preference.loss_type in _SORTING:
+        yield (
+            f"preference.use_weighting=true weighs pairs, and preference.loss_type={preference.loss_type} compares "
+            "sides of different pairs: keep one of them"
+        )
     if preference.precompute_ref_log_probs and preference.loss_type == "kto":
         yield (
             "preference.precompute_ref_log_probs=true cannot know the mismatched answers that kto's KL asks about: "
@@ -58,10 +98,10 @@ def _reference(config: Config) -> Iterator[str]:
         )
     if preference.sync_ref_model and preference.precompute_ref_log_probs:
         yield "preference.sync_ref_model=true changes the reference, precompute_ref_log_probs=true fixes it: keep one"
-    if preference.sync_ref_model and adapters and preference.ref_model_path is None:
+    if preference.sync_ref_model and adapters:
         yield (
-            "preference.sync_ref_model=true needs a reference of its own, and with adapters the base model is it: "
-            "train all weights (actor_rollout_ref.model.lora_rank=0)"
+            "preference.sync_ref_model=true needs a reference of its own that takes over all weights, and with "
+            "adapters only they are trained: train all weights (actor_rollout_ref.model.lora_rank=0)"
         )
 
 
@@ -71,8 +111,14 @@ def family_advice(config: Config) -> Iterator[str]:
     unused: list[str] = []
     if kind not in _PREFERENCE:
         unused += [key for key in LEAVES if key.startswith("preference.")]
+    elif not config.preference.sync_ref_model:
+        unused += _SYNC_ONLY
     if kind != "ppo":
         unused += _PPO_ONLY
+    if kind not in ("ppo", "distillation"):
+        unused += _POLICY_LOSS_ONLY
+    if kind in (*_PREFERENCE, "reward_model") and not config.sft.train_files:
+        unused.append(f"{_ACTOR}.loss_agg_mode")
     if not generates(config):
         unused += ["data.max_prompt_length", "data.max_response_length"]
     elif not config.sft.train_files:
@@ -84,3 +130,12 @@ def family_advice(config: Config) -> Iterator[str]:
     for key in unused:
         if config.given(key):
             yield f"{key} is given and not used by {config.algorithm.name or config.algorithm.adv_estimator}"
+    if config.given("reward_model.model.path") and not config.reward_model.enable:
+        yield "reward_model.model.path is given and scores nothing: set reward_model.enable=true"
+    rows = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
+    of_pairs = kind == "reward_model" or (kind in _PREFERENCE and config.preference.loss_type not in names.LABEL_LOSSES)
+    if of_pairs and rows is not None and rows % 2:
+        yield (
+            f"{_ACTOR}.ppo_micro_batch_size_per_gpu={rows} counts sequences, and the two of a pair stay together: "
+            f"micro-batches have {max(2, rows - 1)}"
+        )

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,6 +56,10 @@ def _load_module(path: Path) -> ModuleType:
     return module
 
 
+LOOKED_AT = 16
+"""So many items at the beginning tell which columns there are; a later item without one of them has None there."""
+
+
 class CustomDataset:
     """The prompt rows of a user's dataset: whatever its items lack is filled in.
 
@@ -67,10 +72,18 @@ class CustomDataset:
         self.template = template
         self.settings = settings
 
+    @cached_property
+    def _names(self) -> list[str]:
+        first = range(min(len(self), LOOKED_AT))
+        return list(dict.fromkeys(name for position in first for name in self._item(position)))
+
     def __len__(self) -> int:
         return len(self.inner)
 
     def __getitem__(self, position: int) -> Row:
+        return {**dict.fromkeys(self._names), **self._item(position)}
+
+    def _item(self, position: int) -> Row:
         where = f"{type(self.inner).__name__}, item {position}"
         item = self.inner[position]
         if not isinstance(item, Mapping):

@@ -15,7 +15,7 @@ from verl.data.messages import plain
 from verl.data.readers import DataFiles, read_rows
 from verl.data.rows import Part, Row
 from verl.data.sampler import pick_rows
-from verl.data.schemas import own_columns
+from verl.data.schemas import own_columns, own_name
 from verl.data.sequence_settings import SequenceSettings
 from verl.errors import DataError
 from verl.notices import notice
@@ -78,6 +78,7 @@ class SequenceDataset:
             chat_template=self.settings.custom_chat_template,
         )
         self._rows = read_rows(data_files, split)
+        self._own_names = [own_name(column) for column in self._rows.columns]
         for part in self._rows.parts:
             if len(part):
                 self.check_part(part)
@@ -99,7 +100,10 @@ class SequenceDataset:
         return len(self._numbers)
 
     def __getitem__(self, position: int) -> Row:
-        """A new dict: the arrays of the class's description, ``index`` (row number in the files), every column."""
+        """A new dict: the arrays of the class's description, ``index`` (row number in the files), every column.
+
+        A column that only other rows have is None here, so every batch has the same columns.
+        """
         if not -len(self) <= position < len(self):
             raise IndexError(f"row {position} of {len(self)}")
         number = self._numbers[position]
@@ -107,7 +111,8 @@ class SequenceDataset:
             key: value.astype(np.int64) if isinstance(value, np.ndarray) and value.dtype == np.int32 else value
             for key, value in self._items[position].items()
         }
-        return {**own_columns(self._rows[number]), **arrays, "index": number}
+        own = {**dict.fromkeys(self._own_names), **own_columns(self._rows[number])}
+        return {**own, **arrays, "index": number}
 
     def where(self, position: int) -> str:
         """File and row of an item, for messages."""

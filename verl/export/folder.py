@@ -16,6 +16,7 @@ from verl.checkpoint.models import ModelSource
 from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.export.card import model_card
 from verl.export.gguf import GGUF_TYPES, converter, to_gguf
+from verl.export.kinds import require_language_model
 from verl.export.record import RunRecord, read_record
 from verl.export.verify import Difference, compare_adapter, compare_folder
 from verl.models.loading import (
@@ -105,6 +106,7 @@ def export_model(source: ModelSource, output: str | Path, options: ExportOptions
             raise CheckpointError(f"{output} is there already and not empty: give another --output_dir or --overwrite.")
         if not _ours(output):
             raise CheckpointError(f"{output} is no earlier export (it has no verl_export.json), so it is not replaced.")
+    require_language_model(source.path, trust_remote_code=options.trust_remote_code)
     record = read_record(source)
     with _whole(output) as draft:
         if options.lora == "adapter":

@@ -57,13 +57,8 @@ def read_record(source: ModelSource) -> RunRecord:
         if isinstance(row.get("step"), int) and (source.step is None or row["step"] <= source.step):
             values = {key: number(value) for key, value in row.items()}
             metrics.append({key: value for key, value in values.items() if value is not None})
-    config, environment = source.run / "config.yaml", source.run / "environment.json"
     return RunRecord(
-        config=(yaml.safe_load(_text(config)) or {}) if config.is_file() else {},
-        environment=json.loads(_text(environment)) if environment.is_file() else {},
+        config=read_mapping(source.run / "config.yaml"),
+        environment=read_mapping(source.run / "environment.json"),
         metrics=metrics,
     )
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")

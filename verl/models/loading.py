@@ -145,11 +145,17 @@ def load_causal_lm(
     config = load_config(path, trust_remote_code=trust_remote_code, override=override_config)
     path = resolve_model_path(path)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     except LOAD_ERRORS as error:
         raise _unavailable("The model", path, error) from error
+    missing = sorted(loaded["missing_keys"])
+    if missing:  # they would be random, and nothing would say so
+        raise ModelError(
+            f"The weights of {path} lack {len(missing)} of those that {type(model).__name__} has, such as "
+            f"'{missing[0]}': it is no whole causal language model (a reward or value model, or an adapter?)."
+        )
     disable_dropout(model, keep=override_config or {})
     if quantization is not None:
         quantize(model, quantization, device)

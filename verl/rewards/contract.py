@@ -161,8 +161,9 @@ def normalise_result(value: Any, *, take_first: bool = False) -> RewardResult:
     """What one returned value means.
 
     A number (int, bool, numpy scalar, 0-d array or tensor) is the score, with extra info ``{"acc": score}``. A mapping
-    needs the key ``score``; all its keys are extra info. A RewardResult is itself. None means "no opinion". ``take_first`` accepts the first
-    element of a tuple or list (built-in scorers only). Anything else, NaN and infinities give a result with ``error``.
+    needs the key ``score``; all its keys are extra info. A RewardResult is itself. None means "no opinion".
+    ``take_first`` accepts the first element of a tuple or list (built-in scorers only). Anything else, NaN and
+    infinities give a result with ``error``.
     """
     if value is None:
         return RewardResult(None)

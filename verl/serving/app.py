@@ -278,14 +278,18 @@ def _add_errors(app: FastAPI) -> None:
         return response(_as_api_error(error))
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        if "json" not in (given := request.headers.get("content-type", "none")):
+            why = f"the body is read as JSON only with the header Content-Type: application/json (it was: {given})"
+            return response(ApiError(why))
         message, name = flat_problem(error.errors())
         return response(ApiError(message, param=name))
 
     @app.exception_handler(HTTPException)
     async def missing(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return response(ApiError(message, status=error.status_code, code="unknown_url"))
+        code = "unknown_url" if error.status_code in (404, 405) else None
+        return response(ApiError(message, status=error.status_code, code=code))
 
     @app.exception_handler(Exception)
     async def broken(_: Request, error: Exception) -> JSONResponse:

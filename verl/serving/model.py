@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.checkpoint.models import ModelSource, locate_model
 from verl.data.templating import PromptTemplate
 from verl.errors import DataError, ModelError
+from verl.export.kinds import require_language_model
 from verl.hardware import check_explicit, decide
 from verl.hybrid import make_twin
 from verl.models.loading import building_models, load_causal_lm, load_tokenizer, stop_token_ids
@@ -155,6 +156,7 @@ def load_model(path: str, options: LoadOptions | None = None) -> ServedModel:
         rollout_engine=options.engine,
     )
     tokenizer = load_tokenizer(source.path, trust_remote_code=options.trust_remote_code)
+    require_language_model(source.path, trust_remote_code=options.trust_remote_code)
     with building_models():
         model = load_causal_lm(
             source.path,

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from verl.rollout.base import SamplingParams, request_seed
 
@@ -166,6 +166,12 @@ class ChatMessage(BaseModel):
 
     role: str
     content: str | list[Part] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of the {self.role} needs content")
+        return self
 
     def plain(self) -> dict[str, Any]:
         """For the chat template: the content is one text."""

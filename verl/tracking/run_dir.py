@@ -76,8 +76,7 @@ class RunDirectory:
 
     def read_config(self) -> dict[str, Any]:
         """The config of ``config.yaml``; ``{}`` when there is none."""
-        path = self.path / "config.yaml"
-        return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
+        return read_mapping(self.path / "config.yaml")
 
     def write_environment(self, seed: int | None = None, device: Any = None, resume_step: int | None = None) -> None:
         """Write ``environment.json``; earlier starts of the same run stay listed under ``earlier_starts``."""
@@ -92,8 +91,7 @@ class RunDirectory:
         write_atomic(self.path / "environment.json", text.encode("utf-8", errors="backslashreplace") + b"\n")
 
     def read_environment(self) -> dict[str, Any]:
-        path = self.path / "environment.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return read_mapping(self.path / "environment.json")
 
     # -- what happens ---------------------------------------------------------------------------------------------
     def append_metrics(self, metrics: Mapping[str, float], step: int) -> None:

@@ -171,7 +171,10 @@ class Trainer:
         if self.config.trainer.val_only:
             return
         if self.global_steps >= self.total_steps:
-            notice(f"Nothing to do: step {self.global_steps} of {self.total_steps} is done already.")
+            notice(
+                f"Nothing to do: step {self.global_steps} of {self.total_steps} is done already. More steps: raise "
+                "trainer.total_epochs or trainer.total_training_steps; anew: trainer.resume_mode=disable."
+            )
         for step in range(self.global_steps + 1, self.total_steps + 1):
             yield step, self.loader.next_batch()
 

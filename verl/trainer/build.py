@@ -11,6 +11,7 @@ from verl.algorithms.registry import load_custom, registered_names
 from verl.config import Config, fit_batch_to_rows, generates, max_sequence_length, resolve, validate
 from verl.data import PromptLoader, build_prompt_dataset, build_train_loader
 from verl.data.collate import collate_prompts
+from verl.data.custom import LOOKED_AT
 from verl.data.loader import Collate, RowSource
 from verl.hardware import Choice
 from verl.models.loading import load_config as load_model_config
@@ -42,7 +43,7 @@ class Plan:
 def columns_of(dataset: RowSource) -> list[str]:
     """Prompt columns that a batch of this dataset will have, besides its ids."""
     names: dict[str, None] = {}
-    for position in range(min(len(dataset), 16)):
+    for position in range(min(len(dataset), LOOKED_AT)):
         names.update(dict.fromkeys(dataset[position]))
     return [name for name in names if name not in ("prompt_ids", "input_ids", "attention_mask", "position_ids", "uid")]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from verl.algorithms.preference import PreferenceSettings, with_margin
-from verl.config import Config, family, micro_batching
+from verl.config import Config, family, micro_batching, needs_reference
 from verl.errors import ConfigError, ModelError
 from verl.hardware import Choice
 from verl.metrics import Metrics
@@ -20,6 +20,16 @@ from verl.trainer.settings import model_of, parallel_of, planned_cut
 from verl.workers.pairs import interleaved, log_prob_sums, log_prob_totals
 from verl.workers.reference import Reference
 from verl.workers.settings import ReferenceSettings
+
+SHAPE = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+"""What two models of one shape of weights have in common."""
 
 
 @dataclass
@@ -94,6 +104,8 @@ def learner_roles(plan: Plan, *, prompt_columns: Sequence[str] | None = None) ->
     """Every model that the configuration asks for."""
     config, choice = plan.config, plan.choice
     columns = plan.prompt_columns if prompt_columns is None else prompt_columns
+    if config.preference.ref_model_path is not None and needs_reference(config):
+        check_reference(config)
     made = build_roles(config, choice, plan.tokenizer, columns, plan.total_steps)
     roles = with_learning(made)
     if family(config) in ("preference", "online_preference"):
@@ -106,6 +118,26 @@ def learner_roles(plan: Plan, *, prompt_columns: Sequence[str] | None = None) ->
             roles.close()
             raise
     return roles
+
+
+def check_reference(config: Config) -> None:
+    """That ``preference.ref_model_path`` reads the policy's token ids, and can follow it where it is to.
+
+    Raises:
+        ModelError: it has another vocabulary, or with ``preference.sync_ref_model`` another architecture or size.
+    """
+    path, model = config.preference.ref_model_path, config.actor_rollout_ref.model
+    mine, other = (
+        load_config(each, trust_remote_code=model.trust_remote_code).get_text_config() for each in (model.path, path)
+    )
+    for name in ("vocab_size", *(SHAPE if config.preference.sync_ref_model else ())):
+        has, needed = getattr(other, name, None), getattr(mine, name, None)
+        if has != needed:
+            reason = "it reads the policy's token ids" if name == "vocab_size" else "it takes over the policy's weights"
+            raise ModelError(
+                f"preference.ref_model_path={path} has {name}={has} and the policy {model.path} has {needed}: "
+                f"{reason}, so take one of the same family" + ("" if name == "vocab_size" else " and size")
+            )
 
 
 def with_learning(roles: Roles) -> LearnerRoles:

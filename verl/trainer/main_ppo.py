@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from verl.cli.arguments import Arguments
 from verl.cli.run import run_cli
+
+if TYPE_CHECKING:
+    from verl.trainer.base import Trainer
 
 EPILOG = """At least data.train_files=FILE and actor_rollout_ref.model.path=MODEL are needed; docs/config.md lists the
 keys. A name (verl train grpo, ppo, dapo, dpo, kto, sft, rm, ...) sets those of an algorithm at once, as algorithm.name=
@@ -38,8 +42,18 @@ def main(argv: list[str]) -> int:
         return 0
     from verl.trainer.restarts import fit_with_restarts
 
-    fit_with_restarts(config)
+    _conclude(fit_with_restarts(config))
     return 0
+
+
+def _conclude(trainer: Trainer) -> None:
+    """Where to find what there is now."""
+    from verl.checkpoint.layout import step_name
+
+    folder = trainer.run_dir.path
+    if trainer.saved_steps:
+        print(f"Checkpoint {folder / step_name(trainer.saved_steps)}")
+    print(f"Report     {folder / 'report.html'} (`verl` shows what can be done next)", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from verl.config import Config
 from verl.config.tree import Actor, Critic
 from verl.errors import RewardError
 from verl.metrics import Metrics
-from verl.notices import notice
 from verl.models.packing import packed_lengths
+from verl.notices import notice
 from verl.protocol import DataProto
 from verl.train_engine.plan import MiniBatchPlan, plan_for
 

@@ -97,6 +97,11 @@ def _restore(trainer: Trainer, folder: Path) -> None:
                 ) from error
     trainer.loader.load_state_dict(extra["loader"])
     for name, kept in trainer.recipe.memory(trainer.roles).items():
+        if name not in extra:
+            raise CheckpointError(
+                f"{folder} has no {name}, which this run needs; was it made by another algorithm? Start anew with "
+                "trainer.resume_mode=disable, or give this run a folder of its own with trainer.default_local_dir."
+            )
         kept.load_state_dict(extra[name])
     rng.restore({k.removeprefix("rng/"): v for k, v in tensors.items() if k.startswith("rng/")}, extra["rng"])
     trainer.flows.versions.update(extra["versions"])

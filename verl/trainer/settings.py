@@ -7,6 +7,7 @@ from dataclasses import replace
 from verl.config import (
     Config,
     MicroBatching,
+    generates,
     max_sequence_length,
     micro_batching,
     needs_critic,
@@ -207,7 +208,7 @@ def actor_settings(config: Config, choice: Choice, total_steps: int) -> ActorSet
             vllm=vllm_settings(config, choice),
         ),
         loss=_loss_of(config),
-        temperature=rollout.temperature or 1.0,
+        temperature=learning_temperature(config),
         tokenizer_path=parts.model.tokenizer_path,
         chat_template=parts.model.custom_chat_template,
         update_cut=planned_cut(micro_batching(config, "actor"), config, choice, sharers=sharers),
@@ -292,6 +293,11 @@ def parallel_of(role: Actor | Critic | Ref, key: str, *, offload: bool = False) 
     )
 
 
+def learning_temperature(config: Config) -> float:
+    """What logits are divided by where log-probs are learned: the temperature of the samples; 1 for given answers."""
+    return (config.actor_rollout_ref.rollout.temperature or 1.0) if generates(config) else 1.0
+
+
 def reference_settings(config: Config, choice: Choice) -> ReferenceSettings | None:
     """None if no KL is asked for, or if the frozen base under the adapters serves: then there is no second model."""
     own = config.preference.ref_model_path
@@ -307,7 +313,7 @@ def reference_settings(config: Config, choice: Choice) -> ReferenceSettings | No
     model = model_of(parts.model, choice, config, offload=offload)
     model = model if own is None else replace(model, path=own)
     parallel = parallel_of(parts.ref, "actor_rollout_ref.ref", offload=offload)
-    return ReferenceSettings(model, parts.rollout.temperature or 1.0, cut, parallel)
+    return ReferenceSettings(model, learning_temperature(config), cut, parallel)
 
 
 def critic_settings(config: Config, choice: Choice, total_steps: int) -> CriticSettings | None:

@@ -21,6 +21,7 @@ from verl.algorithms.preference import (
 from verl.config import Config
 from verl.data import mismatched
 from verl.metrics import Metrics
+from verl.notices import notice
 from verl.protocol import DataProto
 from verl.train_engine.plan import MiniBatch, MiniBatchPlan, make_plan
 from verl.trainer import nodes
@@ -69,7 +70,10 @@ def _without_singles(minis: list[MiniBatch]) -> list[MiniBatch]:
 
 
 def mismatch(batch: DataProto) -> DataProto:
-    """For every row another row's answer of its mini-batch: ``kl_responses``, ``kl_mask``, ``kl_attention``."""
+    """For every row another row's answer of its mini-batch: ``kl_responses``, ``kl_mask``, ``kl_attention``.
+
+    A batch of one row, such as the last of a data set, has no other: its masks are 0, and so is its KL.
+    """
     plan: MiniBatchPlan = batch.meta_info["plan"]
     tensors, width = batch.batch, batch.batch["prompts"].shape[1]
     found = {
@@ -81,8 +85,14 @@ def mismatch(batch: DataProto) -> DataProto:
     for mini in plan.mini_batches:
         if done[mini.rows].all():
             continue  # a later epoch
-        others = mismatched(batch.select_idxs(mini.rows)).batch
         rows = torch.from_numpy(mini.rows)
+        if len(mini.rows) == 1:  # its own answer, of which no token counts
+            notice("kto: a batch of one row has no other answer to estimate the KL with; it counts as 0 there")
+            found["kl_responses"][rows] = tensors["responses"][rows]
+            found["kl_attention"][rows] = tensors["attention_mask"][rows]
+            done[mini.rows] = True
+            continue
+        others = mismatched(batch.select_idxs(mini.rows)).batch
         found["kl_responses"][rows] = others["responses"]
         found["kl_mask"][rows] = others["response_mask"]
         found["kl_attention"][rows] = others["attention_mask"]

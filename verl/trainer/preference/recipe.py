@@ -37,12 +37,13 @@ def preference(config: Config, *, train_rows: Any = None) -> Recipe:
         if not set(PAIR_COLUMNS) <= set(columns):
             from verl.trainer.preference.online import OnlinePreference, as_online
 
+            made = as_online(config)
             notice(
                 f"the training data have no pairs (columns {', '.join(columns)}), and there is a reward function: "
                 f"{config.algorithm.name} makes its pairs itself, of the best and the worst of "
-                "actor_rollout_ref.rollout.n answers (online DPO)"
+                f"actor_rollout_ref.rollout.n={made.actor_rollout_ref.rollout.n} answers (online DPO)"
             )
-            return OnlinePreference(as_online(config))
+            return OnlinePreference(made)
     return Pairs()
 
 

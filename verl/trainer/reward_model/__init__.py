@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from verl.workers.pairs import PAIR, interleaved
 
 STATE = ("actor.weights",)
 SCORES = ["score_chosen", "score_rejected"]
+MARGINAL = [*PAIR, "margin"]
 
 
 @dataclass
@@ -47,24 +47,24 @@ class RewardModelRoles:
         self.actor.shutdown()
 
 
-def bradley_terry(roles: RewardModelRoles, config: Config, columns: Sequence[str]) -> Dataflow:
-    """The training step. ``columns``: ``margin`` where the data have it."""
+def bradley_terry(roles: RewardModelRoles, config: Config) -> Dataflow:
+    """The training step."""
     return Dataflow(
         Node("plan", partial(plan_pairs, config=config), PAIR, ["step/plan"], frame="pair"),
-        Node("update_actor", roles.update, [*PAIR, *columns, "step/plan"], frame="pair", writes=["actor.weights"],
+        Node("update_actor", roles.update, [*MARGINAL, "step/plan"], frame="pair", writes=["actor.weights"],
              pool="actor"),
-        inputs={"pair": [*PAIR, *columns]},
+        inputs={"pair": MARGINAL},
         state=STATE,
     )  # fmt: skip
 
 
-def reward_model_validation(roles: RewardModelRoles, config: Config, columns: Sequence[str]) -> Dataflow:
+def reward_model_validation(roles: RewardModelRoles, config: Config) -> Dataflow:
     """Loss and accuracy on the validation pairs."""
     judge = partial(evaluate, center=config.reward_model.center_rewards_coefficient)
     return Dataflow(
         Node("scores", roles.scores, PAIR, SCORES, frame="pair", reads=["actor.weights"], pool="actor"),
-        Node("evaluate", judge, [*SCORES, *columns], frame="pair"),
-        inputs={"pair": [*PAIR, *columns]},
+        Node("evaluate", judge, [*SCORES, "margin"], frame="pair"),
+        inputs={"pair": MARGINAL},
         state=STATE,
         name="validate",
     )
@@ -73,8 +73,7 @@ def reward_model_validation(roles: RewardModelRoles, config: Config, columns: Se
 def evaluate(batch: DataProto, *, center: float) -> Metrics:
     """``val/loss`` and ``val/rewards/*``."""
     b = batch.batch
-    margin = b["margin"] if "margin" in b.keys() else None
-    loss, metrics = reward_model_loss(b[SCORES[0]], b[SCORES[1]], margin, center)
+    loss, metrics = reward_model_loss(b[SCORES[0]], b[SCORES[1]], b["margin"], center)
     found = metrics.prefixed("val/")
     found.add("val/loss", float(loss), weight=len(batch))
     return found

@@ -70,17 +70,12 @@ class MarginDataset(PreferenceDataset):
 
 
 def collate(rows: Sequence[Row], uids: Sequence[str], pad_id: int) -> DataProto:
-    """Rows of frame "pair", with the tensor ``margin`` (B,) where the data have the column (0 in a row without it)."""
-    margins = [row.get(MARGIN) for row in rows]
+    """Rows of frame "pair", with the tensor ``margin`` (B,): 0 where a row's file has no such column."""
+    margins = [float(row.get(MARGIN) or 0.0) for row in rows]
     plain = [{name: value for name, value in row.items() if name != MARGIN} for row in rows]
     batch = collate_pair_rows(plain, uids, pad_id)
-    if any(margin is not None for margin in margins):
-        batch.batch[MARGIN] = torch.tensor([float(margin or 0.0) for margin in margins])
+    batch.batch[MARGIN] = torch.tensor(margins)
     return batch
-
-
-def margin_columns(dataset: Any) -> list[str]:
-    return [MARGIN] if MARGIN in dataset[0] else []
 
 
 class RewardModels(Recipe):
@@ -111,11 +106,10 @@ class RewardModels(Recipe):
         return RewardModelRoles(actor, Path(config.trainer.default_local_dir))
 
     def flows(self, plan: Plan, roles: Any, source: Source) -> Sequence[Dataflow]:
-        return [bradley_terry(roles, plan.config, margin_columns(plan.train))]
+        return [bradley_terry(roles, plan.config)]
 
     def evaluation(self, plan: Plan, roles: Any) -> Evaluation:
-        columns = margin_columns(plan.validation) if plan.validation is not None else []
-        flow = reward_model_validation(roles, plan.config, columns)
+        flow = reward_model_validation(roles, plan.config)
         return LossEvaluation(plan.config, roles, plan.tokenizer, plan.validation, flow, plan.loader.collate)
 
     def tokens(self, result: StepResult) -> tuple[int, int]:

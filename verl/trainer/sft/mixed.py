@@ -12,6 +12,7 @@ from verl.data import PromptLoader, SFTDataset, build_train_loader, collate_sequ
 from verl.data.loader import Collate, RowSource
 from verl.dataflow import Dataflow
 from verl.dataflow.executor import StepResult
+from verl.errors import CheckpointError
 from verl.protocol import DataProto
 from verl.trainer.build import Plan
 from verl.trainer.evaluation import Evaluation
@@ -86,6 +87,12 @@ class MixedLoader:
         return {"drawn": self.drawn, "main": self.main.state_dict(), "answers": self.answers.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError for the state of a run without SFT steps."""
+        if "answers" not in state:
+            raise CheckpointError(
+                "the checkpoint was made by a run without SFT steps (sft.train_files): start anew with "
+                "trainer.resume_mode=disable, or give this run a folder of its own with trainer.default_local_dir"
+            )
         self.drawn = int(state["drawn"])
         self.main.load_state_dict(state["main"])
         self.answers.load_state_dict(state["answers"])
