@@ -1,4 +1,4 @@
-"""Matrix products of a small model's layers on this CPU, float32 against bfloat16: which of the two is faster here?
+"""Matrix products of a small model's layers on this CPU: torch's own (MKL in float32) against oneDNN's, and bfloat16.
 
 python benchmarks/cpu_matmul.py
 """
@@ -6,19 +6,33 @@ python benchmarks/cpu_matmul.py
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
 SHAPES = [(576, 576), (1536, 576), (576, 1536), (49152, 576)]  # (output, input) of SmolLM2-135M's linear layers
 
 
-def gigaflops(rows: int, outputs: int, inputs: int, dtype: torch.dtype, repeats: int = 15) -> float:
+def onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+
+COLUMNS: list[tuple[str, Callable[..., torch.Tensor], torch.dtype]] = [
+    ("float32, torch", torch.nn.functional.linear, torch.float32),
+    ("float32, oneDNN", onednn, torch.float32),
+    ("bfloat16, torch", torch.nn.functional.linear, torch.bfloat16),
+    ("bfloat16, oneDNN", onednn, torch.bfloat16),
+]
+
+
+def gigaflops(product: Callable[..., torch.Tensor], rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
     """Best-quarter rate of x @ w.T."""
+    repeats = 15
     weight, x = torch.randn(outputs, inputs).to(dtype), torch.randn(rows, inputs).to(dtype)
     times = []
     for _ in range(repeats + 2):
         started = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
+        product(x, weight)
         times.append(time.perf_counter() - started)
     best = sorted(times[2:])[repeats // 4]
     return 2 * rows * outputs * inputs / best / 1e9
@@ -26,11 +40,12 @@ def gigaflops(rows: int, outputs: int, inputs: int, dtype: torch.dtype, repeats:
 
 def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; GFLOP/s")
-    print("| rows | layer | float32 | bfloat16 |\n|---|---|---|---|")
+    print("| rows | layer | " + " | ".join(name for name, *_ in COLUMNS) + " |")
+    print("|---|---|" + "---|" * len(COLUMNS))
     for rows in (64, 384, 1280):
         for outputs, inputs in SHAPES:
-            rates = [gigaflops(rows, outputs, inputs, dtype) for dtype in (torch.float32, torch.bfloat16)]
-            print(f"| {rows} | {outputs}x{inputs} | {rates[0]:.0f} | {rates[1]:.0f} |", flush=True)
+            rates = [gigaflops(product, rows, outputs, inputs, dtype) for _, product, dtype in COLUMNS]
+            print(f"| {rows} | {outputs}x{inputs} | " + " | ".join(f"{rate:.0f}" for rate in rates) + " |", flush=True)
 
 
 if __name__ == "__main__":

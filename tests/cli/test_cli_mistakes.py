@@ -176,3 +176,40 @@ def test_a_reward_model_is_not_taken_for_one_that_writes(folder, tmp_path, monke
     assert main([]) == 0
     shown = capsys.readouterr().out
     assert "verl report runs/rm" in shown and "verl chat runs/rm" not in shown
+
+
+@pytest.mark.parametrize("content", [b":::{ [", b"just text", b"\xff\xfe\x00"])
+def test_a_damaged_config_hides_nothing_else(content, tmp_path, monkeypatch, capsys):
+    from verl.tracking.dash import find_runs, index_page
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("good", "bad"):
+        run = tmp_path / "runs" / name
+        run.mkdir(parents=True)
+        (run / "metrics.jsonl").write_text('{"step": 1, "time": 1, "critic/score/mean": 0.5}\n')
+    for name in ("config.yaml", "environment.json"):
+        (run / name).write_bytes(content)
+    assert main([]) == 0
+    assert "verl report runs/" in capsys.readouterr().out
+    assert main(["report", "runs/bad"]) == 0
+    assert (run / "report.html").is_file()
+    page = index_page(tmp_path / "runs", find_runs(tmp_path / "runs")).decode()
+    assert "run=good" in page and "run=bad" in page
+
+
+def test_output_that_is_not_utf8(tmp_path):
+    import os
+    import subprocess
+    import sys
+
+    code = "from verl.cli.run import run_cli; run_cli(lambda argv: print('\\u4f60\\u597d'), [])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout == "\\u4f60\\u597d\n"
+
+
+def test_convert_config_of_what_is_no_text(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_bytes(b"\x89\xff\x00")
+    assert "is a folder: name the file in it" in refused(["convert-config", str(tmp_path)], capsys)
+    assert "a.yaml is not text in UTF-8" in refused(["convert-config", str(tmp_path / "a.yaml")], capsys)

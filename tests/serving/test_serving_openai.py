@@ -303,6 +303,10 @@ def test_unknown_places_and_wrong_json(url):
     form = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d says unless told otherwise
     reply = httpx.post(f"{url}/completions", content='{"prompt": "a"}', headers=form)
     assert reply.status_code == 400 and "Content-Type: application/json" in reply.json()["error"]["message"]
+    reply = httpx.post(f"{url}/completions", content=b"\xff\x00", headers={"content-type": "application/json"})
+    assert reply.status_code == 400 and reply.json()["error"]["code"] is None
+    reply = httpx.post(f"{url}/chat/completions", json={"messages": [{"role": "user"}]})
+    assert reply.status_code == 400 and "a message of the user needs content" in reply.json()["error"]["message"]
     assert httpx.get(url.removesuffix("/v1") + "/health").json()["status"] == "ok"
 
 

@@ -34,8 +34,12 @@ def convert_file(path: str | Path, *, kind: str | None = None, processes: int = 
     except FileNotFoundError:
         near = near_path(file)
         raise ConfigError(f"there is no file {file}" + (f"; did you mean {near}?" if near else "")) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+    except IsADirectoryError:
+        raise ConfigError(f"{file} is a folder: name the file in it that holds the configuration") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not text in UTF-8 ({error.reason} at byte {error.start})") from error
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     if kind is not None and kind not in KINDS:
         raise ConfigError(f"--kind is '{kind}'; there are {', '.join(KINDS)}")
     if file.suffix == ".py":

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from verl.checkpoint.models import ModelSource
 from verl.tracking import headline
 from verl.tracking.jsonl import number, read_jsonl
 from verl.tracking.plain import config_value
+from verl.tracking.stored import read_mapping
 
 
 @dataclass(frozen=True)

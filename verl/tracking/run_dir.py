@@ -17,6 +17,7 @@ from verl.notices import notice
 from verl.tracking.environment import environment_record
 from verl.tracking.jsonl import JsonlFile, jsonable, number, read_jsonl, write_atomic
 from verl.tracking.plain import flatten, plain_config
+from verl.tracking.stored import read_mapping
 
 _RECORD = (
     "config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "notices.txt", "report.html", "tensorboard",
