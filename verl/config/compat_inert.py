@@ -53,6 +53,43 @@ _NO_OFFLOAD = "the policy's live weights stay on their device; optim.offload mov
 _CRITIC_DTYPE = "the critic computes in actor_rollout_ref.model.dtype"
 _SERVER = "a tuning knob of a serving engine, with no counterpart in the engines here"
 
+_ONE_SPLIT = "Megatron-Core cuts matrices here (tensor_model_parallel_size); other splits are not part of this version"
+_MEGATRON_STATE = "checkpoints hold Hugging Face names, so any number of processes and any strategy reads them"
+_MEGATRON_KEYS: dict[str, Inert] = {
+    "pipeline_model_parallel_size": Inert(_ONE_SPLIT, (1,)),
+    "virtual_pipeline_model_parallel_size": Inert(_ONE_SPLIT, (1, *_OFF)),
+    "context_parallel_size": Inert(_ONE_SPLIT, (1,)),
+    "expert_model_parallel_size": Inert(_ONE_SPLIT, (1,)),
+    "expert_tensor_parallel_size": Inert(_ONE_SPLIT, (1, *_OFF)),
+    "sequence_parallel": Inert("activations between matrices are whole on every process; no result changes by it"),
+    "dynamic_context_parallel": Inert(_ONE_SPLIT, _OFF),
+    "use_distributed_optimizer": Inert("copies of the weights each keep all moments of their part"),
+    **dict.fromkeys(("use_mbridge", "vanilla_mbridge"), Inert("weights go to Megatron and back without a bridge")),
+    **dict.fromkeys(
+        ("use_dist_checkpointing", "dist_checkpointing_path", "dist_checkpointing_prefix", "load_weight"),
+        Inert(_MEGATRON_STATE),
+    ),
+    **dict.fromkeys(
+        ("param_offload", "grad_offload", "optimizer_offload"),
+        Inert("optim.offload moves masters, gradient sums and moments, and nothing else moves", _OFF),
+    ),
+    "override_ddp_config": Inert("gradients are summed in float32, once a step", _OFF),
+    "override_transformer_config": Inert("the model is built from its own config; see model.override_config", _OFF),
+    **{
+        f"override_transformer_config.{name}": Inert("recomputing is model.enable_gradient_checkpointing")
+        for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+    },
+    "override_mcore_model_config": Inert("the model is built from its own config; see model.override_config", _OFF),
+    "seed": Inert("the seed of the run is trainer.seed"),
+    "use_remove_padding": Inert(_PACKED),
+    "dtype": Inert("model.dtype is the type that computes", ("bfloat16", *_OFF)),
+    "forward_only": Inert("it follows from the role"),
+    "strategy": Inert("it is the role's strategy"),
+    "full_determinism": Inert("it is trainer.full_determinism"),
+    "use_torch_compile": Inert(_KERNELS),
+    "use_megatron_fsdp": Inert(_ONE_SPLIT, _OFF),
+}
+
 _ROLE_KEYS: dict[str, Inert] = {
     "use_torch_compile": Inert(_KERNELS),
     "use_remove_padding": Inert(_PACKED),
@@ -64,7 +101,7 @@ _ROLE_KEYS: dict[str, Inert] = {
     "profiler": Inert("use an external profiler; phase times are always recorded"),
     "profile": Inert("use an external profiler; phase times are always recorded"),
     "router_replay": Inert("it is for mixture-of-experts serving engines"),
-    "megatron": Inert("there is no Megatron engine in this version"),
+    **{f"megatron.{name}": inert for name, inert in _MEGATRON_KEYS.items()},
     "checkpoint": Inert(_ALWAYS_SAVED),
     "load_weight": Inert("weights are always loaded"),
 }

@@ -59,6 +59,10 @@ def resolve(config: Config) -> Config:
         role.ulysses_sequence_parallel_size = (
             role.ulysses_sequence_parallel_size or actor.ulysses_sequence_parallel_size
         )
+    size = actor.megatron.tensor_model_parallel_size = actor.megatron.tensor_model_parallel_size or 1
+    for role in (ref, config.critic):
+        followed = size if role.strategy == "megatron" else 1
+        role.megatron.tensor_model_parallel_size = role.megatron.tensor_model_parallel_size or followed
     config.critic.enable = needs_critic(config)
     _fill_critic(config.critic, actor, config)
     if trainer.default_local_dir is None:

@@ -39,7 +39,6 @@ UNAVAILABLE = {
     "dro": "it is not implemented here",
     "bypass_mode": "set algorithm.rollout_correction.bypass_mode=true and keep the loss mode",
     "full": "the full-vocabulary KL is not implemented; use low_var_kl",
-    "megatron": "there is no Megatron engine in this version; use auto, torch or fsdp",
     "trtllm": "there is no TensorRT-LLM rollout; use auto, native, vllm or sglang",
 }
 """Names of other systems, with why they do not work here."""
@@ -78,9 +77,9 @@ _ATTENTION = "auto eager sdpa varlen flash_attn flash_attention_2 flash_attentio
 ATTENTION = tuple(_ATTENTION.split())
 OPTIMIZERS = ("AdamW", "SGD", "Adafactor", "AdamW8bit", "PagedAdamW8bit", "PagedAdamW")
 QUANTIZATIONS = ("nf4", "int8")
-STRATEGIES = ("auto", "torch", "fsdp")
+STRATEGIES = ("auto", "torch", "fsdp", "megatron")
 _STRATEGY_ALIASES = {"fsdp2": "fsdp", "fsdp1": "fsdp", "dp": "torch", "ddp": "torch"}
-"""``strategy``: every process has all weights, or a shard of them."""
+"""``strategy``: every process has all weights, a shard of them, or a part of every matrix."""
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 TRUNCATIONS = ("error", "left", "right", "middle", "keep_start", "keep_end")
 LOGGERS = ("console", "jsonl", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from verl.config import names
 from verl.config.derived import family, generates, max_sequence_length, needs_critic, processes
 from verl.config.family_rules import family_advice, family_contradictions
+from verl.config.megatron_rules import megatron_contradictions
 from verl.config.scale_rules import scale_advice, scale_contradictions
 from verl.config.shard_rules import shard_contradictions
 from verl.config.tree import Config
@@ -33,6 +34,7 @@ def contradictions(config: Config, *, has_validation: bool) -> Iterator[str]:
     yield from family_contradictions(config)
     yield from scale_contradictions(config)
     yield from shard_contradictions(config)
+    yield from megatron_contradictions(config)
     yield from _run(config, has_validation)
 
 

@@ -14,15 +14,21 @@ def shard_contradictions(config: Config) -> Iterator[str]:
     """A sentence for each contradiction."""
     policy = config.actor_rollout_ref
     for key, role, used, ranks in (
-        (_ACTOR, policy.actor, True, _ranks(config.trainer, config.trainer)),
-        (_REF, policy.ref, needs_reference(config), _ranks(policy.ref, config.trainer)),
-        ("critic", config.critic, needs_critic(config), _ranks(config.critic, config.trainer)),
+        (_ACTOR, policy.actor, True, ranks_of(config.trainer, config.trainer)),
+        (_REF, policy.ref, needs_reference(config), ranks_of(policy.ref, config.trainer)),
+        ("critic", config.critic, needs_critic(config), ranks_of(config.critic, config.trainer)),
     ):
         size = role.fsdp_config.fsdp_size
-        if used and ranks > 1 and role.strategy != "torch" and size != -1 and (size < 1 or ranks % size):
+        if (
+            used
+            and ranks > 1
+            and role.strategy not in ("torch", "megatron")
+            and size != -1
+            and (size < 1 or ranks % size)
+        ):
             yield f"{key}.fsdp_config.fsdp_size={size} does not divide its {ranks} processes: use -1 or a divisor"
         split = role.ulysses_sequence_parallel_size
-        if used and split > 1 and (role.strategy == "torch" or ranks % split):
+        if used and role.strategy != "megatron" and split > 1 and (role.strategy == "torch" or ranks % split):
             problem = (
                 "needs sharded weights" if role.strategy == "torch" else f"does not divide its {ranks} process(es)"
             )
@@ -48,7 +54,8 @@ def _advice(role, ranks: int) -> str:
     return "more processes (trainer.n_gpus_per_node)" if ranks == 1 else "a divisor"
 
 
-def _ranks(role, trainer) -> int:
+def ranks_of(role, trainer) -> int:
+    """Processes of a role."""
     if getattr(role, "enable_resource_pool", False):
         return (role.n_gpus_per_node or trainer.n_gpus_per_node) * role.nnodes
     return trainer.n_gpus_per_node * trainer.nnodes

@@ -65,6 +65,7 @@ class Workload:
         quantised: type of the frozen linear layers under adapters, a key of ``QUANTISED_BYTES``.
         checkpointed: share of the layers that recompute their activations, where ``checkpointing`` is on.
         shards: devices that the weights of every role are spread over (FSDP); a rollout has all of them on each.
+        cut: the shards are parts of matrices that compute as they lie (Megatron), and not gathered.
     """
 
     element: int
@@ -93,6 +94,7 @@ class Workload:
     quantised: str | None = None
     host_bytes: int = 64 * GIB
     shards: int = 1
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ def activations(shape: ModelShape, work: Workload) -> int:
 def logits_bytes(shape: ModelShape, work: Workload, tokens: int, *, training: bool) -> int:
     """Bytes of the fused log-prob: a chunk of logits, and what is kept for the backward pass if it fits the budget."""
     trained = max(1, int(tokens * work.trained_share))
+    if work.cut:
+        return _cut_logits_bytes(shape, work, trained, training=training)
     whole = trained * shape.vocabulary
     wide = 4 * min(whole, LOGITS_CHUNK)
     chunk = min(whole, KERNEL_CHUNK) * work.element if work.kernels else 3 * wide
@@ -141,6 +145,13 @@ def logits_bytes(shape: ModelShape, work: Workload, tokens: int, *, training: bo
         return whole * work.element + (0 if work.kernels else 2 * wide)  # logits and their softmax
     weight_gradient = shape.vocabulary * shape.hidden * 4 if training and not lora(shape, work) else 0
     return chunk + weight_gradient
+
+
+def _cut_logits_bytes(shape: ModelShape, work: Workload, trained: int, *, training: bool) -> int:
+    """The same of a vocabulary that is cut: a chunk of this device's logits in fp32, never kept."""
+    rows = -(-shape.vocabulary // work.shards)
+    chunk = 3 * 4 * min(trained * rows, LOGITS_CHUNK)
+    return chunk + (4 * (rows * shape.hidden + trained * shape.hidden) if training else 0)
 
 
 def weight_bytes(shape: ModelShape, work: Workload) -> int:
@@ -154,18 +165,17 @@ def weight_bytes(shape: ModelShape, work: Workload) -> int:
 
 def resident(shape: ModelShape, work: Workload) -> dict[str, int]:
     """What stays on the device for the whole run: weights, masters, moments of every role."""
-    if work.shards > 1:
+    if work.shards > 1 and not work.cut:
         return _resident_shards(shape, work)
     here = 0 if work.offload else work.trainable
     critic = shape.parameters if work.critic and not work.critic_offload else 0
+    moments = here * MOMENT_BYTES.get(work.optimizer, 0) + critic * MOMENT_BYTES.get(work.critic_optimizer, 0)
     parts = {
-        "weights": weight_bytes(shape, work),
+        "weights": weight_bytes(shape, work) // work.shards,
         "critic's weights": 0 if work.critic_away else _critic(shape, work),
         "reference": 0 if work.reference_away else _reference(shape, work),
-        "fp32 masters": (here + critic) * 4 if work.element < 4 else 0,
-        "optimizer moments": int(
-            here * MOMENT_BYTES.get(work.optimizer, 0) + critic * MOMENT_BYTES.get(work.critic_optimizer, 0)
-        ),
+        "fp32 masters": (here + critic) * 4 // work.shards if work.element < 4 else 0,
+        "optimizer moments": int(moments) // work.shards,
     }
     return {name: count for name, count in parts.items() if count}
 
@@ -187,7 +197,7 @@ def _resident_shards(shape: ModelShape, work: Workload) -> dict[str, int]:
 
 def gathered_bytes(shape: ModelShape, work: Workload, *, training: bool) -> int:
     """Whole weights while they compute: the embeddings, and a layer with the next; training adds their gradients."""
-    if work.shards == 1:
+    if work.shards == 1 or work.cut:
         return 0
     outside = min(2 * shape.vocabulary * shape.hidden, shape.parameters)
     layer = shape.linear // shape.layers
@@ -268,9 +278,9 @@ def phases(shape: ModelShape, work: Workload) -> list[Phase]:
 
 def in_transit(shape: ModelShape, work: Workload, offload: bool, trainable: int) -> int:
     """The largest gradient in the live type, before it is added to its sum: that of the embeddings."""
-    if (work.element == 4 and not offload) or work.shards > 1:
+    if (work.element == 4 and not offload) or (work.shards > 1 and not work.cut):
         return 0  # the sum itself, or counted with the gathered weights
-    return min(trainable, shape.vocabulary * shape.hidden) * work.element
+    return min(trainable, shape.vocabulary * shape.hidden) * work.element // work.shards
 
 
 def peak(shape: ModelShape, work: Workload) -> Phase:

@@ -3,7 +3,8 @@
 Every tensor has a slot as long as all ranks' shards together. A rank casts its shard into its place in the slot,
 and an all-gather in place fills the rest, so that nothing is copied twice and no other memory is needed. FSDP cuts the
 first dimension into equal parts, of which only the last may be short: the rows of the tensor lie one behind the other
-at the start of the slot, with padding behind them.
+at the start of the slot, with padding behind them. (Where a matrix is cut by columns, as Megatron cuts some, its parts
+go through a buffer of its size.)
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ import math
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from verl.errors import RolloutError
 from verl.notices import notice
 from verl.rollout.native.arena import Arena
-from verl.train_engine.fsdp_module import ShardedModule, rows_per_rank
+from verl.train_engine.spread import SpreadModule
 
 ALIGNMENT = 512  # bytes
 
@@ -33,15 +33,14 @@ class WeightArena:
         nbytes: memory that the arena takes while it is held.
     """
 
-    def __init__(self, sharded: ShardedModule):
+    def __init__(self, sharded: SpreadModule):
         self.sharded = sharded
         item = sharded.live_dtype.itemsize
         places: dict[str, tuple[int, tuple[int, ...]]] = {}
         offset = 0
         for unit in sharded.units:
             for name in unit:
-                shape = tuple(sharded.shards[name].shape)
-                padded = (rows_per_rank(shape[0], sharded.group_size) * sharded.group_size, *shape[1:])
+                padded = (sharded.slot_rows(name), *sharded.shapes[name][1:])
                 places[name] = offset, padded
                 offset += -(-math.prod(padded) * item // ALIGNMENT) * ALIGNMENT
         self.nbytes = offset
@@ -56,7 +55,7 @@ class WeightArena:
             for name, (start, padded) in places.items()
         }
         self.parameters: Mapping[str, nn.Parameter] = {
-            name: nn.Parameter(slot[: sharded.shards[name].shape[0]], requires_grad=False)
+            name: nn.Parameter(slot[: sharded.shapes[name][0]], requires_grad=False)
             for name, slot in self.slots.items()
         }
 
@@ -74,19 +73,10 @@ class WeightArena:
         """Gather the present weights, layer by layer. All ranks call this together."""
         if self._pages is not None:
             self._pages.map(self._pages.size)
-        sharded = self.sharded
-        under_way = []
-        for unit in sharded.units:
-            for name in unit:
-                local = sharded.shards[name].to_local()
-                slot = self.slots[name]
-                step = len(slot) // sharded.group_size
-                own = slot.narrow(0, step * sharded.group_rank, step)
-                own[: len(local)].copy_(local, non_blocking=True)
-                if sharded.group_size > 1:
-                    under_way.append(dist.all_gather_into_tensor(slot, own, group=sharded.group, async_op=True))
-        for work in under_way:
-            work.wait()
+        works = [self.sharded.fill(name, self.slots[name]) for unit in self.sharded.units for name in unit]
+        for work in works:
+            if work is not None:
+                work.wait()
 
     def give_back(self) -> None:
         """Free the memory behind the addresses until the next :meth:`fill`, where that can be done."""

@@ -21,7 +21,7 @@ from verl.rollout.base import RolloutEngine
 from verl.train_engine.base import TrainEngine
 
 if TYPE_CHECKING:
-    from verl.train_engine.fsdp_module import ShardedModule
+    from verl.train_engine.spread import SpreadModule
 
 MakeEngine = Callable[[PreTrainedModel], RolloutEngine]
 
@@ -91,7 +91,7 @@ class ShardedHybrid(OneDeviceHybrid):
     """
 
     def __init__(
-        self, model: PreTrainedModel, sharded: ShardedModule, make_engine: MakeEngine, version: Callable[[], int]
+        self, model: PreTrainedModel, sharded: SpreadModule, make_engine: MakeEngine, version: Callable[[], int]
     ):
         from verl.hybrid.arena import WeightArena
 

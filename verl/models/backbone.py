@@ -11,6 +11,7 @@ from verl.models import attention, varlen
 from verl.models.loading import DROPOUT_NAMES
 from verl.models.packing import PackedBatch, Segment
 from verl.models.sequence_parallel import sequence_of
+from verl.models.tensor_parallel import tensor_parallel_of
 from verl.notices import notice
 
 LAYOUTS = {
@@ -37,6 +38,9 @@ def runs_packed(model: PreTrainedModel) -> bool:
 
 def hidden_states(model: PreTrainedModel, packed: PackedBatch) -> torch.Tensor:
     """(T, D) last hidden states of the packed tokens."""
+    parallel = tensor_parallel_of(model)
+    if parallel is not None:
+        return parallel.hidden_states(packed)
     backbone = model.base_model
     make_layout = LAYOUTS.get(model.config._attn_implementation)
     if make_layout is not None:
@@ -74,13 +78,18 @@ def _padded_hidden_states(backbone: nn.Module, packed: PackedBatch) -> torch.Ten
 
 def lm_head(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None, float | None]:
     """(weight (V, D), bias (V,) or None, soft-cap or None) of the model's output layer."""
+    if tensor_parallel_of(model) is not None:
+        raise ModelError(
+            f"This needs the whole output layer of {type(model).__name__}, which strategy=megatron cuts over ranks; "
+            "use strategy=fsdp."
+        )
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ModelError(f"{type(model).__name__} has no linear output layer (found {type(head).__name__}).")
     return head.weight, head.bias, getattr(model.config, "final_logit_softcapping", None)
 
 
-def _probe(device: torch.device, vocabulary: int) -> PackedBatch:
+def probe_batch(device: torch.device, vocabulary: int) -> PackedBatch:
     """A prompt of 5 tokens with two continuations, and a sequence of its own."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (1, 18), generator=generator).to(device)
@@ -112,7 +121,7 @@ def use_packed_attention(model: PreTrainedModel, *, explicit: str | None = None,
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # the SDPA of some transformers versions leaves the cap out
     device = next(model.parameters()).device
-    probe = _probe(device, model.config.get_text_config().vocab_size)
+    probe = probe_batch(device, model.config.get_text_config().vocab_size)
     expected = _padded_hidden_states(model.base_model, probe)
     _check_head(model, probe)
     before = model.config._attn_implementation
@@ -137,10 +146,10 @@ def _refusal(model: PreTrainedModel, name: str, probe: PackedBatch, expected: to
     except (ModelError, TypeError, ValueError, NotImplementedError, KeyError, RuntimeError) as problem:
         return str(problem).splitlines()[0]
     error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-    return None if error < _tolerance(expected.dtype) else f"its hidden states differ by {error:.1e}"
+    return None if error < probe_tolerance(expected.dtype) else f"its hidden states differ by {error:.1e}"
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def probe_tolerance(dtype: torch.dtype) -> float:
     return {torch.bfloat16: 6e-2, torch.float16: 8e-3, torch.float32: 1e-4}.get(dtype, 1e-5)
 
 
@@ -156,7 +165,7 @@ def _check_head(model: PreTrainedModel, probe: PackedBatch) -> None:
         ours = torch.tanh(ours / softcap) * softcap
     theirs = model(input_ids=ids, use_cache=False).logits[0].float()
     error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
-    if not error < _tolerance(hidden.dtype):
+    if not error < probe_tolerance(hidden.dtype):
         raise ModelError(
             f"{type(model).__name__} changes its logits after the output layer in a way that is not known here "
             f"(relative difference {error:.1e}); it cannot be trained."

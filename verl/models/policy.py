@@ -13,6 +13,7 @@ from verl.models.lora import add_adapters
 from verl.models.packing import pack
 from verl.models.sequence_parallel import sequence_of
 from verl.models.settings import ModelSettings
+from verl.models.tensor_parallel import tensor_parallel_of, vocab_parallel_log_prob
 from verl.protocol import DataProto
 
 
@@ -65,8 +66,19 @@ def log_probs(
         dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         zeros = torch.zeros(packed.shape, device=device, dtype=dtype)
         return zeros, zeros if with_entropy else None
-    weight, bias, softcap = lm_head(model)
     hidden, target = hidden_states(model, packed)[packed.source], packed.target
+    parallel = tensor_parallel_of(model)
+    if parallel is not None:
+        log_prob, entropy = vocab_parallel_log_prob(
+            hidden,
+            target,
+            parallel.output(),
+            temperature=temperature,
+            with_entropy=with_entropy,
+            entropy_gradient=entropy_gradient,
+        )
+        return packed.to_grid(log_prob), None if entropy is None else packed.to_grid(entropy)
+    weight, bias, softcap = lm_head(model)
     sequence = sequence_of(model)
     if sequence is not None:
         mine = sequence.share(len(target), device)

@@ -13,7 +13,7 @@ from torch import nn
 from verl.metrics import Metrics
 
 if TYPE_CHECKING:
-    from verl.train_engine.fsdp_module import ShardedModule
+    from verl.train_engine.spread import SpreadModule
 
 Micro = TypeVar("Micro")
 # forward a micro-batch through the module; the returned loss is its share of the step's loss: they are summed
@@ -34,14 +34,15 @@ class TrainEngine(ABC):
     """Owns the live weights, their fp32 masters, the optimizer and the schedule of one role on one rank.
 
     Attributes:
-        module: the model whose parameters are the live weights; their storage never moves.
+        module: the model whose parameters are the live weights, or that names them where ``lockstep`` holds them; their
+            storage never moves.
         version: grows by one at every write to the weights.
         lockstep: where weights are spread over ranks: through it all ranks make their passes together; else None.
     """
 
     module: nn.Module
     version: int
-    lockstep: ShardedModule | None = None
+    lockstep: SpreadModule | None = None
 
     @abstractmethod
     def train_step(self, micro_batches: Sequence[Micro], loss_of: LossOf) -> StepReport:

@@ -12,20 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
 from verl.comm import TorchDistComm
-from verl.errors import CheckpointError, ConfigError
+from verl.errors import ConfigError
 from verl.metrics import Metrics
 from verl.models.value import ValueModel
 from verl.train_engine.base import LossOf, Micro
-from verl.train_engine.fsdp_module import ShardedModule, rows_per_rank
+from verl.train_engine.fsdp_module import ShardedModule
 from verl.train_engine.memory import MemoryShortageError, RandomState
 from verl.train_engine.optimizers import OptimizerSettings, restore_state, state_tensors
 from verl.train_engine.parallel import ParallelSettings
-from verl.train_engine.saved import StatePiece, rows_in, shape_in
+from verl.train_engine.saved import StatePiece, gather_pieces, rows_in, shape_in, weight_in
 from verl.train_engine.scaling import LossScaler
 from verl.train_engine.torch_engine import TorchEngine
 
@@ -168,24 +167,14 @@ class FSDPEngine(TorchEngine):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole state, on every rank: all of them must call this, and have room for it."""
-        state = {}
-        for piece_of in self.comm.all_gather_object(
-            {k: (p.tensor.cpu(), p.shape) for k, p in self.state_pieces().items()}
-        ):
-            for key, (tensor, shape) in piece_of.items():
-                parts = state.setdefault(key, ([], shape))[0]
-                parts.append(tensor)
-        return {
-            key: parts[0] if tuple(parts[0].shape) == shape else torch.cat(parts)
-            for key, (parts, shape) in state.items()
-        }
+        return gather_pieces(self.comm, self.state_pieces())
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Each rank reads its rows; the state may come from any number of ranks, or from one device."""
         slots = self._slots_in(state)
         for name, local, shape, start in self.lockstep.named_shards():
-            key = self._saved_as(state, name, shape)
+            key = weight_in(state, name, shape, trained=name in self.weights.masters)
             local.copy_(rows_in(state, key, start, start + len(local)))
             master = self.weights.masters.get(name)
             if master is None:
@@ -198,31 +187,3 @@ class FSDPEngine(TorchEngine):
                     saved[slot] = state[key] if whole else rows_in(state, key, start, start + len(local))
             restore_state(self.optimizer, self.settings.kind, master, saved)
         self._load_small_state(state)
-
-    def _saved_as(self, state: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> str:
-        trained = name in self.weights.masters
-        for key in (f"master/{name}", f"live/{name}") if trained else (f"live/{name}",):
-            if key in state:
-                if shape_in(state, key) != shape:
-                    raise CheckpointError(
-                        f"The weight '{name}' has the shape {shape_in(state, key)} in the checkpoint and {shape} in "
-                        "the model; was the run started with another model?"
-                    )
-                return key
-        raise CheckpointError(f"The checkpoint has no weight '{name}'; was the run started with another model?")
-
-    @torch.no_grad()
-    def whole_tensor(self, name: str) -> torch.Tensor:
-        """(on every rank, which all must call) one weight in the type that computes, on the device."""
-        p = self.lockstep.shards[name]
-        return gather_rows(p.to_local().detach(), tuple(p.shape), self.lockstep)
-
-
-def gather_rows(local: torch.Tensor, shape: tuple[int, ...], sharded: ShardedModule) -> torch.Tensor:
-    """Put the rows of all ranks together, in the type that computes."""
-    step = rows_per_rank(shape[0], sharded.group_size)
-    out = torch.empty(step * sharded.group_size, *shape[1:], dtype=sharded.live_dtype, device=sharded.device)
-    own = out.narrow(0, step * sharded.group_rank, step)
-    own[: len(local)].copy_(local)
-    dist.all_gather_into_tensor(out, own, group=sharded.group)
-    return out[: shape[0]]

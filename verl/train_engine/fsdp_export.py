@@ -1,4 +1,4 @@
-"""Write the Hugging Face folder of a sharded model, one tensor at a time.
+"""Write the Hugging Face folder of a model that is spread over ranks, one tensor at a time.
 
 Tensors are gathered one by one on all ranks; rank 0 keeps them on the host until a shard file is full. So the host
 never holds more than one shard file and one decoder layer, whatever the size of the model.
@@ -22,18 +22,17 @@ from verl.errors import ModelError
 from verl.models.loading import building_models
 from verl.models.lora import adapted_layers, has_adapters, save_adapter
 from verl.models.value import HEAD_FILE, ValueModel
-from verl.train_engine.fsdp import gather_rows
-from verl.train_engine.fsdp_module import ShardedModule
+from verl.train_engine.spread import SpreadModule
 
 SHARD_BYTES = 5_000_000_000
 
 
 @torch.no_grad()
-def gather_weights(sharded: ShardedModule) -> dict[str, torch.Tensor] | None:
+def gather_weights(sharded: SpreadModule) -> dict[str, torch.Tensor] | None:
     """All weights in the type that computes, on the host of rank 0; None on the others, which all call this."""
     found = {}
-    for name, p in sharded.shards.items():
-        whole = gather_rows(p.to_local().detach(), tuple(p.shape), sharded)
+    for name in sharded.shapes:
+        whole = sharded.whole(name)
         if sharded.comm.rank == 0:
             found[name] = whole.cpu()
     return found if sharded.comm.rank == 0 else None
@@ -44,7 +43,7 @@ class StreamedExport:
     most_bytes: the most tensor bytes that this rank's host held at a time, for tests.
     """
 
-    def __init__(self, sharded: ShardedModule, *, shard_bytes: int = SHARD_BYTES):
+    def __init__(self, sharded: SpreadModule, *, shard_bytes: int = SHARD_BYTES):
         self.sharded = sharded
         self.shard_bytes = shard_bytes
         self.most_bytes = 0
@@ -81,7 +80,7 @@ class StreamedExport:
                 save_file(head, place / HEAD_FILE)
 
     def _names(self, prefix: str) -> list[str]:
-        return [name for name in self.sharded.shards if name.startswith(prefix)]
+        return [name for name in self.sharded.shapes if name.startswith(prefix)]
 
     def _layers(self, model: PreTrainedModel, prefix: str) -> Iterator[dict[str, torch.Tensor]]:
         """The tensors of each unit on the host of rank 0, under the names of the file format (none elsewhere)."""
@@ -112,8 +111,7 @@ class StreamedExport:
         return tensor.cpu() if self.writes else tensor[:0]
 
     def _gather(self, name: str) -> torch.Tensor:
-        p = self.sharded.shards[name]
-        return gather_rows(p.to_local().detach(), tuple(p.shape), self.sharded)
+        return self.sharded.whole(name)
 
     def _flush(self, shard: dict[str, torch.Tensor], place: Path, files: list[Path], index: dict[str, str]) -> None:
         if not shard:
@@ -136,7 +134,7 @@ class StreamedExport:
                 tokenizer.save_pretrained(place)
 
     def _save_adapter(self, model: PreTrainedModel, prefix: str, place: Path) -> None:
-        tensors = {n.removeprefix(prefix): self._whole(n) for n in self.sharded.shards if ".lora_" in n}
+        tensors = {n.removeprefix(prefix): self._whole(n) for n in self.sharded.shapes if ".lora_" in n}
         if self.writes:
             save_adapter(model, place, tensors)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,9 +30,8 @@ from verl.models.sequence_parallel import split_sequences
 from verl.train_engine.fsdp_log import CollectiveLog, LoggedAllGather, LoggedReduceScatter
 from verl.train_engine.memory import is_out_of_memory, memory_numbers, release_memory
 from verl.train_engine.parallel import ParallelSettings
+from verl.train_engine.spread import Item, Result, SpreadModule, rows_per_rank
 
-Result = TypeVar("Result")
-Item = TypeVar("Item")
 TRAIN, INFER = "train", "infer"
 
 
@@ -53,7 +51,7 @@ class _Root(nn.Module):
         return compute()
 
 
-class ShardedModule:
+class ShardedModule(SpreadModule):
     """Spread ``module`` over the ranks of ``comm``; it must be whole, and equal on all of them.
 
     Args:
@@ -77,11 +75,12 @@ class ShardedModule:
         self.group_rank, self.group_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._sharers = self._split_sequences(settings.sequence_size)
         layers = decoder_layers(module)
-        self.units = _units(module, layers)
+        self.units = units_of(module, layers)
         self._passes = 0  # through the decoder layers, in the pass at hand
         self._log = CollectiveLog()
         self.root = self._shard(module, layers, settings)
         self.shards = dict(module.named_parameters())
+        self.shapes = {name: tuple(p.shape) for name, p in self.shards.items()}
         self.recoverable = self._watch(layers)
         self._first_passes(frozen)
 
@@ -141,8 +140,6 @@ class ShardedModule:
         return self.module if isinstance(self.module, PreTrainedModel) else self.module.model
 
     def together(self, items: Sequence[Item]) -> list[tuple[Item, int | None]]:
-        """What this rank passes over: its own items, each with its number, and those of ranks that share tokens with
-        it, in an order that is theirs as well."""
         own: list[tuple[Item, int | None]] = [(item, number) for number, item in enumerate(items)]
         if self._sharers is None:
             return own
@@ -188,6 +185,19 @@ class ShardedModule:
         for name, p in self.shards.items():
             step = rows_per_rank(p.shape[0], self.group_size)
             yield name, p.to_local().detach(), tuple(p.shape), min(self.group_rank * step, p.shape[0])
+
+    def slot_rows(self, name: str) -> int:
+        return rows_per_rank(self.shapes[name][0], self.group_size) * self.group_size
+
+    def fill(self, name: str, slot: torch.Tensor) -> dist.Work | None:
+        """A rank casts its shard into its place in the slot, and an all-gather in place fills the rest."""
+        local = self.shards[name].to_local().detach()
+        step = len(slot) // self.group_size
+        own = slot.narrow(0, step * self.group_rank, step)
+        own[: len(local)].copy_(local, non_blocking=True)
+        if self.group_size == 1:
+            return None
+        return dist.all_gather_into_tensor(slot, own, group=self.group, async_op=True)
 
     def discard_gradients(self) -> None:
         for p in self.shards.values():
@@ -305,11 +315,6 @@ def make_mesh(comm: TorchDistComm, device: str, fsdp_size: int):
     return DeviceMesh(device, ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def rows_per_rank(rows: int, ranks: int) -> int:
-    """FSDP's cut of the first dimension: every rank has this many rows, the last ones fewer or none."""
-    return -(-rows // ranks)
-
-
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
     """The outermost layers that transformers itself would checkpoint, in order.
 
@@ -330,7 +335,8 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def _units(module: nn.Module, layers: list[nn.Module]) -> list[list[str]]:
+def units_of(module: nn.Module, layers: list[nn.Module]) -> list[list[str]]:
+    """Names of the parameters of each layer, and last those of none."""
     owner = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters()}
     units: list[list[str]] = [[] for _ in range(len(layers) + 1)]
     for name, p in module.named_parameters():

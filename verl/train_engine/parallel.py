@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STRATEGIES = ("auto", "torch", "fsdp")
+STRATEGIES = ("auto", "torch", "fsdp", "megatron")
 
 
 @dataclass(frozen=True)
 class ParallelSettings:
     """Attributes:
     strategy: ``torch``: every rank holds all weights and gradients are summed; ``fsdp``: every rank holds a shard;
+        ``megatron``: Megatron-Core cuts matrices over neighbouring ranks;
         ``auto``: ``fsdp`` where the ranks are several processes.
     key: the configuration key that chose the strategy, for messages.
     fsdp_size: ranks that a copy of the weights is spread over; -1: all of them. With fewer, there are several
@@ -20,6 +21,7 @@ class ParallelSettings:
         backward pass.
     forward_prefetch: ask for the next layer's weights one layer earlier.
     sequence_size: neighbouring ranks that share the tokens of each micro-batch (sequence parallelism).
+    tensor_size: with ``megatron``, neighbouring ranks over which every matrix is cut (tensor parallelism).
     """
 
     strategy: str = "auto"
@@ -29,3 +31,4 @@ class ParallelSettings:
     reshard_after_forward: bool = True
     forward_prefetch: bool = False
     sequence_size: int = 1
+    tensor_size: int = 1

@@ -14,7 +14,7 @@ from verl.train_engine.parallel import ParallelSettings
 from verl.train_engine.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
-    from verl.train_engine.fsdp_module import ShardedModule
+    from verl.train_engine.spread import SpreadModule
 
 
 def shards_weights(parallel: ParallelSettings, comm: Comm) -> bool:
@@ -36,11 +36,27 @@ def shards_weights(parallel: ParallelSettings, comm: Comm) -> bool:
     return False
 
 
+def cuts_matrices(parallel: ParallelSettings, comm: Comm) -> bool:
+    """Whether Megatron computes the role's model.
+
+    Raises:
+        ConfigError: it is asked for, and the ranks are not processes of a group.
+    """
+    if parallel.strategy == "megatron" and not isinstance(comm, TorchDistComm):
+        raise ConfigError(f"{parallel.key}=megatron needs ranks that are processes (trainer.n_gpus_per_node above 1).")
+    return parallel.strategy == "megatron"
+
+
 def make_train_engine(
     settings: OptimizerSettings, model: nn.Module, comm: Comm, parallel: ParallelSettings | None = None
 ) -> TorchEngine:
     """The engine that trains ``model``, which is whole and equal on all ranks; all of them call this together."""
     parallel = parallel or ParallelSettings()
+    if cuts_matrices(parallel, comm):
+        from verl.train_engine.megatron import MegatronEngine
+
+        assert isinstance(comm, TorchDistComm)
+        return MegatronEngine(model, settings, comm, parallel)
     if shards_weights(parallel, comm):
         from verl.train_engine.fsdp import FSDPEngine, why_not_sharded
 
@@ -52,8 +68,13 @@ def make_train_engine(
     return TorchEngine(model, settings, comm)
 
 
-def shard_frozen(model: nn.Module, comm: Comm, parallel: ParallelSettings) -> ShardedModule | None:
+def shard_frozen(model: nn.Module, comm: Comm, parallel: ParallelSettings) -> SpreadModule | None:
     """Spread a model that is not trained over the ranks, which all call this; None if every rank keeps it whole."""
+    if cuts_matrices(parallel, comm):
+        from verl.train_engine.megatron_module import MegatronModule
+
+        assert isinstance(comm, TorchDistComm)
+        return MegatronModule(model, comm, parallel, frozen=True)
     if not shards_weights(parallel, comm):
         return None
     from verl.train_engine.fsdp_module import ShardedModule

@@ -19,6 +19,7 @@ from verl.models.loading import load_tokenizer
 from verl.notices import notice
 from verl.rollout.multi_turn import load_environment, schemas_of
 from verl.trainer.groups import cluster_address, workers_choice
+from verl.trainer.megatron_plan import check_megatron
 from verl.trainer.placement import check_devices
 from verl.trainer.settings import hardware_for, multi_turn_settings
 
@@ -92,6 +93,7 @@ def begin(
     check_devices(config, choice, cluster_address(config))
     model = config.actor_rollout_ref.model
     _tell_of_context(config)
+    check_megatron(config)
     tokenizer = load_tokenizer(
         config.actor_rollout_ref.model.tokenizer_path,
         trust_remote_code=model.trust_remote_code,

@@ -52,6 +52,7 @@ from verl.hardware.remedies import (
 )
 from verl.hardware.seconds import StepWork, step_seconds
 from verl.models.loading import building_models, load_config
+from verl.trainer.megatron_plan import check_megatron, layout_lines
 
 IMAGINED_HOST = 64 * GIB  # of a machine of which only the GPU's name is known
 
@@ -117,15 +118,18 @@ def workload(config: Config, choice: Choice, shape: ModelShape) -> Workload:
         critic_away=bool(config.critic.param_offload) and on_gpu,
         quantised=parts.model.quantization,
         shards=_shards(config, ranks),
+        cut=parts.actor.strategy == "megatron",
         flash=choice.attention in ("varlen", "flash_attn"),
     )
 
 
 def _shards(config: Config, ranks: int) -> int:
-    """Devices that a copy of the policy's weights is spread over."""
+    """Devices that a copy of the policy's weights is spread over, as shards or as parts of matrices."""
     actor = config.actor_rollout_ref.actor
     if ranks == 1 or actor.strategy == "torch":
         return 1
+    if actor.strategy == "megatron":
+        return actor.megatron.tensor_model_parallel_size or 1
     return ranks if actor.fsdp_config.fsdp_size < 1 else actor.fsdp_config.fsdp_size
 
 
@@ -254,6 +258,8 @@ def plan_lines(config: Config, choice: Choice, found: Card | None = None) -> Ite
     device = choice.device.described if choice.device.capability else f"{choice.device.kind} '{choice.device.name}'"
     yield f"Memory plan for {device} with {_gib(work.device_bytes)}: {shape.parameters / 1e9:.2f} B parameters"
     yield f"  in {choice.dtype}, attention {choice.attention}, micro-batches of {work.micro_tokens:,} computed tokens"
+    check_megatron(config, need_package=False)
+    yield from layout_lines(config)
     for change in chosen.changes:
         yield f"  chosen by this plan: {_shown(change)}"
     for phase in phases(shape, work):

@@ -290,6 +290,7 @@ def parallel_of(role: Actor | Critic | Ref, key: str, *, offload: bool = False) 
         reshard_after_forward=sharding.reshard_after_forward,
         forward_prefetch=sharding.forward_prefetch,
         sequence_size=role.ulysses_sequence_parallel_size or 1,
+        tensor_size=role.megatron.tensor_model_parallel_size or 1,
     )
 
 

@@ -14,9 +14,9 @@ from verl.models.backbone import may_share_prompts, runs_packed
 from verl.models.packing import rows_of
 from verl.models.value import ValueModel
 from verl.protocol import DataProto
-from verl.train_engine.fsdp_module import ShardedModule
 from verl.train_engine.memory import is_out_of_memory, release_memory
 from verl.train_engine.microbatch import computed, micro_batches
+from verl.train_engine.spread import SpreadModule
 from verl.workers.fitting import TokenBudget
 from verl.workers.lockstep import Found, in_lockstep
 from verl.workers.settings import Cut
@@ -88,7 +88,7 @@ def over_micro_batches(
     cut: Cut,
     compute: Callable[[DataProto], Mapping[str, torch.Tensor]],
     budget: TokenBudget | None = None,
-    lockstep: ShardedModule | None = None,
+    lockstep: SpreadModule | None = None,
 ) -> dict[str, torch.Tensor]:
     """Keyed (B, R) grids on the CPU from ``compute`` on each micro-batch.
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from verl.protocol import DataProto
-from verl.train_engine.fsdp_module import ShardedModule
+from verl.train_engine.spread import SpreadModule
 from verl.workers.fitting import TokenBudget
 from verl.workers.settings import Cut
 
@@ -25,7 +25,7 @@ def in_lockstep(
     compute: Callable[[DataProto], Mapping[str, torch.Tensor]],
     budget: TokenBudget,
     costs: RowCosts,
-    lockstep: ShardedModule,
+    lockstep: SpreadModule,
 ) -> Found:
     """(rows, ``compute`` of them) of every micro-batch. A rank with fewer than others passes over nothing.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.config import names
 from verl.config.fields import group, option
+from verl.config.tree.megatron import MegatronConfig
 from verl.config.tree.sharding import FSDPConfig
 
 _MICRO = "Sequences a forward pass; `null`: by memory (or by tokens with {dynamic})."
@@ -152,7 +153,7 @@ class Actor:
     strategy: str = option(
         "auto",
         "`torch`: every process has all weights; `fsdp` (or `fsdp2`): a shard each; `auto`: shards if there is more "
-        "than one process.",
+        "than one process; `megatron`: Megatron-Core cuts every matrix over some of them.",
         choices=names.STRATEGIES,
         normalise=names.strategy_name,
         verl="fsdp",
@@ -161,6 +162,7 @@ class Actor:
         1, "Processes that share the tokens of each micro-batch, for long sequences; needs sharding.", low=1
     )
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding of the policy.")
+    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core under the policy.")
     optim: Optim = group(Optim, "Optimizer of the policy.")
     policy_loss: PolicyLoss = group(PolicyLoss, "Policy loss.")
 
@@ -176,6 +178,7 @@ class Ref:
         None, "Processes that share the tokens of each micro-batch; `null`: as the actor.", low=1
     )
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding of the reference.")
+    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core under the reference.")
     log_prob_micro_batch_size_per_gpu: int | None = option(
         None, _MICRO.format(dynamic="`log_prob_use_dynamic_bsz`"), low=1
     )

@@ -11,6 +11,7 @@ from verl.config import names
 from verl.config.fields import group, option
 from verl.config.tree.actor_rollout import Optim
 from verl.config.tree.data import CustomClass
+from verl.config.tree.megatron import MegatronConfig
 from verl.config.tree.sharding import FSDPConfig
 
 
@@ -80,5 +81,6 @@ class Critic:
         None, "Processes that share the tokens of each micro-batch; `null`: as the actor.", low=1, verl=1
     )
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding of the value model.")
+    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core under the value model.")
     model: CriticModel = group(CriticModel, "The value model.")
     optim: CriticOptim = group(CriticOptim, "Optimizer of the value model.")
