@@ -23,24 +23,52 @@ class Metric:
     """One running number. For ``mean``, ``value`` is the weighted sum and ``weight`` the total weight.
 
     A metric may also have ``weight`` 0 (a mean over nothing): it then has no result and is left out.
+
+    ``rest`` is what rounding took from a sum (Shewchuk's partial sums, as in ``math.fsum``): a sum does not depend on
+    how its terms came together, as rows arrive in pieces of any size.
     """
 
     value: float
     weight: float = 1.0
     reduce: str = "mean"
+    rest: tuple[float, ...] = ()
 
     def merge(self, other: Metric) -> Metric:
         if self.reduce != other.reduce:
             raise ValueError(f"a metric was declared as {self.reduce} and as {other.reduce}")
         weight = self.weight + other.weight
         if self.reduce in ("mean", "sum"):
-            return Metric(self.value + other.value, weight, self.reduce)
+            *rest, value = _exact_sum([*self.rest, self.value], [*other.rest, other.value])
+            return Metric(value, weight, self.reduce, tuple(rest))
         if self.reduce == "last":
             return Metric(other.value, weight, self.reduce)
         return Metric((max if self.reduce == "max" else min)(self.value, other.value), weight, self.reduce)
 
     def result(self) -> float:
-        return self.value / self.weight if self.reduce == "mean" else self.value
+        return self.total / self.weight if self.reduce == "mean" else self.total
+
+    @property
+    def total(self) -> float:
+        """``value``, correctly rounded where it is a sum."""
+        return math.fsum((*self.rest, self.value)) if self.rest else self.value
+
+
+def _exact_sum(parts: list[float], more: list[float]) -> list[float]:
+    """Floats that do not overlap, smallest first, whose sum is exactly that of all; one float if it is not finite."""
+    for x in more:
+        kept = []
+        for y in parts:
+            if abs(x) < abs(y):
+                x, y = y, x
+            high = x + y
+            if not math.isfinite(high):
+                return [math.nan if math.isnan(high) else sum([*parts, *more])]
+            low = y - (high - x)
+            if low:
+                kept.append(low)
+            x = high
+        parts = [*kept, x]
+    return parts
 
 
 @dataclass(frozen=True)
@@ -52,6 +80,7 @@ class _Observation:
     weight: Any
     reduce: str
     times_weight: bool = False
+    rest: tuple[float, ...] = ()
 
     def held(self) -> _Observation:
         """The same without the graph behind its tensors."""
@@ -66,7 +95,7 @@ class _Observation:
     def metric(self, value: float, weight: float) -> Metric | None:
         if weight == 0:
             return None
-        return Metric(value * weight if self.times_weight else value, weight, self.reduce)
+        return Metric(value * weight if self.times_weight else value, weight, self.reduce, self.rest)
 
 
 def _is_number(value: Any) -> bool:
@@ -122,7 +151,9 @@ class Metrics(Mapping[str, float]):
     def merge(self, other: Metrics, prefix: str = "") -> Metrics:
         """Take in another bag (of another micro-batch, rank or node), reducer by reducer."""
         if self._waiting or other._waiting:
-            self._waiting += [_Observation(prefix + k, m.value, m.weight, m.reduce) for k, m in other._known.items()]
+            self._waiting += [
+                _Observation(prefix + k, m.value, m.weight, m.reduce, rest=m.rest) for k, m in other._known.items()
+            ]
             self._waiting += [replace(one, name=prefix + one.name) for one in other._waiting]
         else:
             for name, metric in other._known.items():
@@ -160,8 +191,9 @@ class Metrics(Mapping[str, float]):
         """A copy in which every ``sum`` metric is multiplied by ``factor``; the others are as they were."""
         scaled = Metrics()
         for name, metric in self._items.items():
-            value = metric.value * factor if metric.reduce == "sum" else metric.value
-            scaled._known[name] = Metric(value, metric.weight, metric.reduce)
+            if metric.reduce == "sum":
+                metric = Metric(metric.total * factor, metric.weight, metric.reduce)
+            scaled._known[name] = metric
         return scaled
 
     def results(self) -> dict[str, float]:

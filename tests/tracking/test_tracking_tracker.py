@@ -228,10 +228,13 @@ def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path):
     """`verl train | head -1`: the pipe breaks; the record goes on."""
     script = textwrap.dedent(
         f"""
+        import time
         from verl.tracking import RunDirectory, Tracker
         with Tracker({{}}, ["console"], RunDirectory({str(tmp_path / "run")!r})) as tracker:
             for step in range(300):
                 tracker.log({{"some/metric": step}}, step)
+                if step == 0:
+                    time.sleep(2)  # until the reader is gone
         """
     )
     command = f'{sys.executable} -c "$TRAIN" | head -1'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 
 import pytest
@@ -75,3 +76,23 @@ def test_a_mean_may_come_as_a_total_and_a_tensor_must_be_one_number():
         metrics.add("m", torch.ones(2))
     with pytest.raises(ValueError, match="unknown reducer"):
         metrics.add("m", torch.ones(()), reduce="median")
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.data())
+def test_a_mean_does_not_depend_on_how_its_rows_came_together(values, data):
+    """Bit for bit: rows come in pieces of any size and are merged piece by piece."""
+    whole = Metrics()
+    for value in values:
+        whole.add("a", value)
+        whole.add("b", value, reduce="sum")
+    pieces, left = Metrics(), list(values)
+    while left:
+        size = data.draw(st.integers(1, len(left)))
+        piece = Metrics()
+        for value in left[:size]:
+            piece.add("a", value)
+            piece.add("b", value, reduce="sum")
+        pieces.merge(piece)
+        left = left[size:]
+    assert pieces.results() == whole.results() == {"a": math.fsum(values) / len(values), "b": math.fsum(values)}

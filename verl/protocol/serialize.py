@@ -98,7 +98,7 @@ class ObjectEncoder:
             name, shape, data = serialize_single_tensor(value)
             return {self.TAG: "tensor", "dtype": name, "shape": shape, "at": self._put(data.tobytes())}
         if isinstance(value, Metrics):
-            items = [[name, m.value, m.weight, m.reduce] for name, m in value._items.items()]
+            items = [[name, m.total, m.weight, m.reduce] for name, m in value._items.items()]
             return {self.TAG: "metrics", "items": items}
         raise DataError(
             f"{where} holds a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: only plain "

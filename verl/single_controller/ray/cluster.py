@@ -47,6 +47,7 @@ class Cluster:
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": True, "logging_level": "ERROR"}
         options.update({key: value for key, value in settings.init.items() if value is not None})
         if self.address is None:
+            options["address"] = "local"  # without it Ray would join a cluster that happens to run on this machine
             options.setdefault("include_dashboard", False)
             options.setdefault("num_cpus", max(os.cpu_count() or 1, settings.processes + 1))
         else:
