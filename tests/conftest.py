@@ -9,25 +9,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
-# files that start processes take minutes: first, so that no worker ends with one while the others have nothing to do
-SLOW = (
-    "test_scale_trainer",
-    "test_scale_faults",
-    "test_checkpoint_sharded_run",
-    "test_single_controller_cluster",
-    "test_single_controller_ray",
-    "test_train_engine_fsdp",
-    "test_checkpoint_sharded",
-    "test_hybrid_sharded",
-    "test_rollout_vllm_engine",
-    "test_trainer_resume",
-)
-
-
-def pytest_collection_modifyitems(items):
-    order = {name: place for place, name in enumerate(SLOW)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(SLOW)))
-
 
 @pytest.fixture(autouse=True, scope="session")
 def _few_threads():

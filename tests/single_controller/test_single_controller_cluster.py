@@ -2,6 +2,7 @@
 
 import time
 
+import psutil
 import pytest
 import ray
 import ray_groups
@@ -53,8 +54,10 @@ def test_an_address_where_nobody_is_fails_at_once():
         Cluster(ClusterSettings("127.0.0.1:1"))
     with pytest.raises(ConfigError, match=r"trainer\.ray_address=somewhere: give HOST:PORT"):
         Cluster(ClusterSettings("somewhere"))
-    with pytest.raises(ConfigError, match="There is no Ray cluster at auto"):
-        Cluster(ClusterSettings("auto"))
+    # other tests may have a cluster on this machine, which "auto" would find
+    if not any(process.info["name"] in ("raylet", "gcs_server") for process in psutil.process_iter(["name"])):
+        with pytest.raises(ConfigError, match="There is no Ray cluster at auto"):
+            Cluster(ClusterSettings("auto"))
     assert time.monotonic() - began < 30
 
 
