@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--model", help="a model folder in place of SmolLM2")
+    parser.add_argument("--dtype", default="auto", help="of verl's weights; auto: its own choice")
     parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -54,7 +55,7 @@ def main() -> None:
             python = arguments.trl_python if system.startswith("TRL") else sys.executable
             if python is None:
                 continue
-            result = launch(python, system, model, arguments.steps)
+            result = launch(python, system, model, arguments.steps, arguments.dtype)
             print(json.dumps({"system": system, **result}), flush=True)
             found.setdefault(system, []).append(result)
     print(f"\n{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
@@ -75,10 +76,11 @@ def prepared_model() -> str:
     return str(model_folder())
 
 
-def launch(python: str, system: str, model: str, steps: int) -> dict:
+def launch(python: str, system: str, model: str, steps: int, dtype: str) -> dict:
     """Run one system in a process of its own and watch its memory."""
     with tempfile.TemporaryDirectory() as folder:
         command = [python, __file__, "--worker", system, "--model", model, "--steps", str(steps), "--folder", folder]
+        command += ["--dtype", dtype]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         with open(Path(folder) / "log", "w") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -155,6 +157,7 @@ def train_verl(arguments: argparse.Namespace, folder: Path) -> tuple[list[tuple[
         "data.max_prompt_length": 32,
         "data.max_response_length": NEW_TOKENS,
         "actor_rollout_ref.model.path": arguments.model,
+        "actor_rollout_ref.model.dtype": arguments.dtype,
         "actor_rollout_ref.rollout.n": SAMPLES,
         "actor_rollout_ref.rollout.ignore_eos": True,
         "actor_rollout_ref.actor.optim.lr": RATE,

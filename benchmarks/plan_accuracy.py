@@ -70,48 +70,67 @@ def in_a_process(arguments: argparse.Namespace, what: dict) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(arguments: argparse.Namespace, what: dict) -> dict[str, int]:
-    """Planned and measured bytes at the peak of an update."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config
+def random_config(shape: str):
+    from transformers import Qwen2Config
 
-    from verl.hardware import decide
-    from verl.hardware.memory import ModelShape, Workload, lora_parameters, phases
-    from verl.metrics import Metrics
-    from verl.models.policy import log_probs, prepare_policy
-    from verl.models.settings import LoraSettings, ModelSettings
-    from verl.protocol import DataProto
-    from verl.train_engine.optimizers import OptimizerSettings
-    from verl.train_engine.torch_engine import TorchEngine
-
-    hidden, inner, layers, heads, key_heads, vocabulary, tied = SHAPES[what["shape"]]
-    choice = decide(arguments.device)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[arguments.dtype]
-    config = Qwen2Config(
+    hidden, inner, layers, heads, key_heads, vocabulary, tied = SHAPES[shape]
+    return Qwen2Config(
         hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=key_heads, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=8192,
     )  # fmt: skip
-    packed = choice.attention if arguments.device == "cuda" and dtype == torch.bfloat16 else "sdpa"
+
+
+def settings_of(arguments: argparse.Namespace, what: dict, kernel: str):
+    from verl.models.settings import LoraSettings, ModelSettings
+
     rank = what.get("rank", 0)
-    settings = ModelSettings(
+    return ModelSettings(
         "random",
         dtype=arguments.dtype,
         device=arguments.device,
-        kernel=packed,
+        kernel=kernel,
         gradient_checkpointing=what.get("checkpointing", False),
         checkpoint_every=what.get("every", 1),
         lora=LoraSettings(rank=rank) if rank else None,
         quantization=what.get("quantization"),
     )
+
+
+def random_policy(config, settings):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from verl.models.policy import prepare_policy
+    from verl.models.quantization import quantize
+
+    with torch.device(settings.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=settings.torch_dtype)
+    if settings.quantization:
+        quantize(model, settings.quantization)
+    return prepare_policy(model, settings)
+
+
+def measure(arguments: argparse.Namespace, what: dict) -> dict[str, int]:
+    """Planned and measured bytes at the peak of an update."""
+    import torch
+
+    from verl.hardware import decide
+    from verl.hardware.memory import ModelShape, Workload, lora_parameters, phases
+    from verl.metrics import Metrics
+    from verl.models.policy import log_probs
+    from verl.protocol import DataProto
+    from verl.train_engine.optimizers import OptimizerSettings
+    from verl.train_engine.torch_engine import TorchEngine
+
+    hidden, inner, layers, heads, key_heads, vocabulary, _ = SHAPES[what["shape"]]
+    choice = decide(arguments.device)
+    config, rank = random_config(what["shape"]), what.get("rank", 0)
+    packed = choice.attention if arguments.device == "cuda" and arguments.dtype == "bfloat16" else "sdpa"
+    settings = settings_of(arguments, what, packed)
+    dtype = settings.torch_dtype
     warm_up(torch, arguments.device)
     before = start_of_peak(torch, arguments.device)
-    with torch.device(arguments.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    if settings.quantization:
-        from verl.models.quantization import quantize
-
-        quantize(model, settings.quantization)
-    model = prepare_policy(model, settings)
+    model = random_policy(config, settings)
     kind, offload = what.get("optimizer", "adamw"), what.get("offload", False)
     engine = TorchEngine(model, OptimizerSettings(lr=1e-6, kind=kind, offload=offload))
     start_of_peak(torch, arguments.device)
