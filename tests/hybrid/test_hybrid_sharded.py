@@ -85,6 +85,6 @@ def test_whole_steps_on_two_ranks_equal_those_of_one_device(pool, folders):
             assert found["rewards"] == pytest.approx(alone["rewards"], abs=1e-6)
             assert found["norms"] == pytest.approx(alone["norms"], rel=1e-3)
             assert found["version"] == 6
-            assert len(found["reshard"]) == 6 and all(0 < seconds < 5 for seconds in found["reshard"])
+            assert len(found["reshard"]) == 6 and all(0 < seconds < 60 for seconds in found["reshard"])
             assert found["difference"] < 1e-4, "rollout and training compute the same log-probs"
     assert alone["rewards"][-1] > alone["rewards"][0]

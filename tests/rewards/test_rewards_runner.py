@@ -110,7 +110,7 @@ def test_mixed_answers_and_missing_keys(tokenizer, make_batch):
 
 def test_pieces_overlap_and_join_again(tokenizer, make_batch):
     def slow(solution_str):
-        time.sleep(0.3)
+        time.sleep(1.5)
         return 1.0
 
     with RewardRunner(slow, tokenizer, num_workers=4) as runner:
@@ -118,9 +118,9 @@ def test_pieces_overlap_and_join_again(tokenizer, make_batch):
         score(runner, make_batch(["1"] * 4))  # all workers have started
         start = time.monotonic()
         futures = [runner.score(make_batch(["good"], uid=[f"p{k}"], sample_id=[f"p{k}/0"])) for k in range(4)]
-        assert time.monotonic() - start < 0.2 and not futures[-1].done()
+        assert time.monotonic() - start < 1.2 and not futures[-1].done()
         whole = DataProto.concat([future.result(timeout=20) for future in futures])
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 5  # one after another they would take 6
     assert len(whole) == 4 and whole.batch["score_valid"].all()
     assert whole.meta_info["metrics"]["reward/acc/mean"] == 1.0
 
@@ -229,7 +229,7 @@ def test_a_closure_that_cannot_be_sent_runs_here_with_a_notice(tokenizer, make_b
         assert list(score(runner, make_batch(["1"])).non_tensor_batch["reward_extra_info"]) == [{"acc": os.getpid()}]
         start = time.monotonic()
         result = score(runner, make_batch(["hang"]))
-        assert time.monotonic() - start < 1.5 and result.meta_info["metrics"]["reward/timeouts"] == 1
+        assert time.monotonic() - start < 20 and result.meta_info["metrics"]["reward/timeouts"] == 1
 
 
 def test_bad_settings_and_closed_runners(tokenizer, make_batch):

@@ -238,12 +238,12 @@ def test_a_client_that_leaves_frees_its_row(url, model, stream):
 
     model.engine.poll = slowly
     try:
-        asking = httpx.stream("POST", f"{url}/completions", json=body, timeout=0.5)
+        asking = httpx.stream("POST", f"{url}/completions", json=body, timeout=httpx.Timeout(30, read=0.5))
         with pytest.raises(httpx.ReadTimeout), asking as reply:
             for n, _ in enumerate(reply.iter_lines()):
                 if n > 3:
                     raise httpx.ReadTimeout("enough")
-        deadline = time.time() + 3
+        deadline = time.time() + 30
         while model.engine.pending and time.time() < deadline:
             time.sleep(0.02)
         assert model.engine.pending == 0 and len(model.engine.scheduler) == 0
@@ -372,7 +372,7 @@ def test_the_simple_engine_serves_too(tmp_path):
 def test_a_server_that_ends_tells_its_clients(tmp_path):
     model = tiny(save_tiny_model(tmp_path / "tiny"))
     slow = model.engine.poll
-    model.engine.poll = lambda: time.sleep(0.02) or slow()
+    model.engine.poll = lambda: time.sleep(0.2) or slow()  # 240 tokens take 48 s
     with running(model) as url:
         client = openai.OpenAI(base_url=url, api_key="-", max_retries=0)
         asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 240, "extra_body": {"ignore_eos": True}}
@@ -383,7 +383,7 @@ def test_a_server_that_ends_tells_its_clients(tmp_path):
         app_loop(model).stop_soon()
         with pytest.raises(openai.APIError, match="the server is closing"):
             list(stream)
-        assert time.time() - started < 3
+        assert time.time() - started < 30  # nobody waits for the rest of the answer
         with pytest.raises(openai.InternalServerError, match="closing"):
             client.completions.create(**asked)
 

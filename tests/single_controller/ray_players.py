@@ -88,7 +88,7 @@ class Player(Worker):
     def generate(self, batch: DataProto, pause: float = 0.0, slow_rank: int = -1) -> Iterator[DataProto]:
         try:
             for row in range(len(batch)):
-                time.sleep(1.0 if self.rank == slow_rank else pause)
+                time.sleep(3.0 if self.rank == slow_rank else pause)
                 if self.rank == self.fail_on and row == 1:
                     raise DataError("no more words")
                 self.log.append("piece")
