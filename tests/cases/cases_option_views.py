@@ -16,13 +16,15 @@ from verl.config import Config, load_config, processes, resolve
 from verl.data import PreferenceDataset, SFTDataset, build_prompt_dataset, build_train_loader
 from verl.hardware import Device, choose
 from verl.models.loading import load_tokenizer
+from verl.rollout.sglang.adapter import engine_arguments as sglang_arguments
 from verl.rollout.vllm.adapter import engine_arguments
 from verl.trainer import groups, roles, settings
 from verl.trainer.placement import placement_of
 from verl.trainer.sequences import read_sequences
 
 CPU = choose(Device("cpu", "x"), "2.11.0", {})
-H200 = choose(Device("cuda", "NVIDIA H200", (9, 0), 141 << 30), "2.11.0", {"vllm": "0.24.0", "triton": "3.5.0"})
+PACKAGES = {"vllm": "0.24.0", "sglang": "0.5.23", "triton": "3.5.0"}
+H200 = choose(Device("cuda", "NVIDIA H200", (9, 0), 141 << 30), "2.11.0", PACKAGES)
 PROMPTS = [
     {"prompt": f"{k}+1=", "other": f"{k}-1=", "answer": str(k + 1), "gold": "7", "data_source": "toy", "kind": f"t{k}"}
     for k in range(5)
@@ -90,13 +92,18 @@ def needs(values, model):
 
 def vllm(values, model):
     config = config_of({**values, "trainer.device": "auto"}, model)
-    found = settings.vllm_settings(config, settings.hardware_for(config, H200))
+    found = settings.remote_settings(config, settings.hardware_for(config, H200))
     return None if found is None else (engine_arguments("folder", found, "cuda"), found.probe_tolerance)
+
+
+def sglang(values, model):
+    config = config_of({**values, "trainer.device": "auto"}, model)
+    return sglang_arguments("folder", settings.remote_settings(config, settings.hardware_for(config, H200)), "cuda")
 
 
 def vllm_server(values, model):
     config = config_of({**values, "trainer.device": "auto"}, model)
-    found = settings.vllm_settings(config, settings.hardware_for(config, H200))
+    found = settings.remote_settings(config, settings.hardware_for(config, H200))
     return found.server_url, found.server_weights_dir
 
 

@@ -81,11 +81,11 @@ def test_a_model_folder_with_a_pickle_is_refused(tmp_path, mark, name):
 
 def test_no_code_of_ours_unpickles_what_may_come_from_outside():
     """Only messages between processes that the run itself started are pickled: its reward workers, its ranks (over Ray
-    and over the process group of the run), and the vLLM engine that it hosts."""
+    and over the process group of the run), and the engines that it hosts."""
     allowed = {
         "comm/processes.py",
         "comm/threads.py",
-        "rollout/vllm/receiver.py",
+        "rollout/remote/receiving.py",
         "rewards/wire.py",
         "rewards/worker.py",
         "rewards/slot.py",

@@ -9,7 +9,10 @@ from fsdp_programs import Case, make_worker, numbers, plan_of, recorded, share
 
 from verl.checkpoint.pieces import PieceWriter, SavedPieces
 from verl.comm import Comm
+from verl.models.settings import LoraSettings, ModelSettings
 from verl.train_engine.fsdp_export import StreamedExport
+from verl.train_engine.optimizers import OptimizerSettings
+from verl.workers.reward_model import RewardModelLearner, RewardModelSettings
 
 
 def go_on(comm: Comm, case: Case, source: str | None, target: str | None, updates: int = 2) -> dict[str, Any]:
@@ -44,3 +47,20 @@ def export(comm: Comm, case: Case, folder: str, shard_bytes: int) -> dict[str, A
     streamed = StreamedExport(worker.engine.lockstep, shard_bytes=shard_bytes)
     streamed.save(worker.model, getattr(worker, "tokenizer", None), folder)
     return {"most": streamed.most_bytes}
+
+
+def export_score(comm: Comm, case: Case, state: dict[str, Any] | None, folder: str) -> dict[str, torch.Tensor]:
+    """Write the folder of a reward model with adapters, of a state, or (None) of weights that are drawn at random."""
+    settings = RewardModelSettings(
+        ModelSettings(case.folder, device="cpu", lora=LoraSettings(rank=4, alpha=8), gradient_checkpointing=False),
+        OptimizerSettings(lr=1e-2, kind="sgd"),
+        parallel=case.parallel,
+    )
+    worker = RewardModelLearner.create(comm, settings)
+    if state is None:
+        for number, p in enumerate(p for p in worker.model.parameters() if p.requires_grad):
+            p.data.normal_(generator=torch.Generator().manual_seed(number))
+        state = worker.state_dict()
+    worker.load_state_dict(state)
+    worker.save_pretrained(folder)
+    return state

@@ -24,6 +24,7 @@ from fsdp_programs import Case
 
 from verl.checkpoint import read_protos, read_state, write_protos, write_state
 from verl.checkpoint.pieces import PieceWriter, SavedPieces
+from verl.comm import SoloComm
 from verl.errors import CheckpointError
 from verl.protocol import DataProto
 from verl.train_engine.saved import StatePiece
@@ -103,6 +104,28 @@ def test_the_state_of_the_same_ranks_comes_back_to_the_bit(pool, folders, tmp_pa
     assert (again["state"]["counters"] == counters).all()
 
 
+def test_a_state_that_was_never_written_goes_on_in_any_type(pool, folders):
+    """Two bf16 ranks give masters and no live weights; one device in bf16 takes them, and one in fp32 loses no bit."""
+    case = Case(folders["tied"], kind="adamw", lr=1e-3, dtype="bfloat16")
+    sharded = {
+        key: torch.from_numpy(value) for key, value in on(pool, 2, programs.go_on, case, None, None)["state"].items()
+    }
+    masters = {key.removeprefix("master/"): value for key, value in sharded.items() if key.startswith("master/")}
+    assert masters and not any(key.startswith("live/") for key in sharded)
+    one = dataclasses.replace(case, parallel=fsdp_programs.ALONE)
+    narrow = fsdp_programs.make_worker(one, SoloComm())
+    wide = fsdp_programs.make_worker(dataclasses.replace(one, dtype="float32"), SoloComm())
+    narrow.load_state_dict(sharded)
+    for name, p in narrow.engine.module.named_parameters():
+        assert torch.equal(narrow.engine.weights.masters[name], masters[name]), name
+        assert p.dtype == torch.bfloat16 and torch.equal(p, masters[name].bfloat16()), name
+    wide.load_state_dict(narrow.engine.state_dict())
+    for name, p in wide.engine.module.named_parameters():
+        assert torch.equal(p, masters[name]), name
+    moment = next(key for key in sharded if key.startswith("optimizer/exp_avg/"))
+    assert torch.equal(wide.engine.state_dict()[moment], sharded[moment])
+
+
 def test_each_rank_writes_its_share(pool, folders, tmp_path):
     on(pool, 3, programs.go_on, Case(folders["untied"]), None, str(tmp_path), 1)
     sizes = [sum(f.stat().st_size for f in tmp_path.glob(f"pieces-{r:05d}-of-00003-*.safetensors")) for r in range(3)]
@@ -118,6 +141,24 @@ def test_each_rank_writes_its_share(pool, folders, tmp_path):
 
 
 # the Hugging Face folder
+
+
+def test_a_reward_model_with_adapters_is_exported_with_its_head(pool, folders, tmp_path):
+    case = Case(folders["untied"])
+    one, two = tmp_path / "one", tmp_path / "two"
+    for place in (one, two):
+        place.mkdir()
+    alone = dataclasses.replace(case, parallel=fsdp_programs.ALONE)
+    state = programs.export_score(SoloComm(), alone, None, str(one))
+    pool.run(2, programs.export_score, case, state, str(two))
+    for name in ("model.safetensors", "lora_adapter/adapter_model.safetensors"):
+        expected, found = load_file(one / name), load_file(two / name)
+        assert set(found) == set(expected)
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, msg=key)
+    assert "base_model.model.score.weight" in found
+    configs = [json.loads((place / "lora_adapter/adapter_config.json").read_text()) for place in (one, two)]
+    assert configs[0] == configs[1] and configs[0]["modules_to_save"] == ["score"]
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -50,7 +50,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     for step in range(1, 7):
         for name in COMPARED:
             assert found[step][name] == pytest.approx(alone[step][name], rel=2e-3, abs=1e-6), (step, name)
-    assert found[3]["timing_s/reshard"] > 0 and "timing_s/reshard" not in found[2]
+    assert found[3]["timing_s/reshard"] > 0 and found[2]["timing_s/reshard"] > 0
     weights = [
         load_file(folder / "global_step_6" / "actor" / "model.safetensors") for folder in (tmp_path / "alone", mixed)
     ]

@@ -162,8 +162,8 @@ def test_every_quoted_command_exists(page):
         ("python -m verl.config.reference", True),
         ("make quickstart", True),
         ("make quickstert", False),
-        ('pip install -e ".[datasets]"', True),
-        ('pip install -e ".[datasats]"', False),
+        ('pip install -e ".[tensorboard]"', True),
+        ('pip install -e ".[tensorbord]"', False),
     ],
 )
 def test_the_check_of_commands_itself(line, good):

@@ -47,6 +47,31 @@ def test_a_kl_coefficient_is_the_beta_of_a_preference_loss():
     assert load_config(["algorithm=sft", "algorithm.kl_ctrl.kl_coef=0.3"]).preference.beta == 0.1
 
 
+@pytest.mark.parametrize("typed", ["algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"])
+@pytest.mark.parametrize(("name", "beta"), [("dpo", 0.1), ("kto", 0.1), ("online_dpo", 0.1), ("simpo", 2.0)])
+def test_a_kl_coefficient_of_zero_says_what_it_does_to_a_preference_loss(typed, name, beta):
+    """And nothing about keys that were not typed, or about a reference that is not left out."""
+    notices.reset()
+    config = load_config([f"algorithm.name={name}", f"{typed}=0"])
+    validate(config, need_data=False, need_model=False)
+    assert config.preference.beta == beta and not config.algorithm.use_kl_in_reward
+    told = [text for text in notices.seen() if "kl" in text.lower()]
+    if name == "simpo":
+        assert told == []
+    else:
+        assert len(told) == 1 and told[0].startswith(f"{typed}=0 switches nothing off in {name}")
+        assert f"preference.beta, which is {beta:g}" in told[0] and needs_reference(config)
+
+
+@pytest.mark.parametrize("value", ["0", "0.3"])
+@pytest.mark.parametrize("typed", ["algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"])
+def test_a_kl_coefficient_is_told_to_be_unused_under_the_name_that_was_typed(typed, value):
+    notices.reset()
+    validate(load_config(["algorithm=sft", f"{typed}={value}"]), need_data=False, need_model=False)
+    told = [text for text in notices.seen() if "kl" in text.lower()]
+    assert told == [f"{typed} is given and not used by sft"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [

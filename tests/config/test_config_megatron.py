@@ -7,9 +7,12 @@ import pytest
 from verl import notices
 from verl.config import load_config, resolve, validate
 from verl.errors import ConfigError
+from verl.train_engine.parallel import Recompute
+from verl.trainer.settings import parallel_of
 
 AR = "actor_rollout_ref"
 A = f"{AR}.actor"
+M = f"{A}.megatron"
 GRPO = ("algorithm.adv_estimator=grpo", f"{AR}.rollout.n=2", "data.train_batch_size=8")
 ON = (f"{A}.strategy=megatron", f"{A}.megatron.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=4")
 
@@ -47,7 +50,22 @@ def test_what_can_be_is_silent():
         ((*ON, f"{AR}.model.lora_rank=8"), ["lora_rank=8", "strategy=torch"]),
         ((*ON, f"{AR}.model.compile_layers=true"), ["compile_layers=true"]),
         ((*ON, f"{A}.optim.optimizer=Adafactor"), ["Adafactor", "AdamW or SGD"]),
-        ((*ON, f"{A}.ulysses_sequence_parallel_size=2", f"{A}.use_kl_loss=false"), ["cuts matrices", "fsdp"]),
+        ((*ON, f"{A}.ulysses_sequence_parallel_size=2", f"{A}.use_kl_loss=false"), ["context_parallel_size"]),
+        ((*ON, f"{M}.pipeline_model_parallel_size=3"), ["size=2 times pipeline_model_parallel_size=3", "4 processes"]),
+        ((*ON, f"{M}.context_parallel_size=4"), ["times context_parallel_size=4 does not divide", "4 processes"]),
+        (
+            (*ON, f"{M}.virtual_pipeline_model_parallel_size=2"),
+            ["virtual_pipeline", "pipeline_model_parallel_size above"],
+        ),
+        ((f"{M}.pipeline_model_parallel_size=2",), ["pipeline_model_parallel_size=2 needs", f"{A}.strategy=megatron"]),
+        (
+            (*ON, f"{M}.override_transformer_config.recompute_method=block"),
+            ["recompute_method=block", "granularity=full"],
+        ),
+        (
+            (*ON, f"{M}.override_transformer_config.recompute_modules=[moe_act]"),
+            ["recompute_modules", "core_attn, mlp, layernorm"],
+        ),
         ((*ON, f"{A}.use_kl_loss=true", f"{AR}.ref.param_offload=true"), [f"{AR}.ref.param_offload=true"]),
         ((*ON, "preference.use_weighting=true"), ["preference.use_weighting=true", "whole output layer"]),
     ],
@@ -66,9 +84,7 @@ def test_every_role_that_cannot_be_has_its_sentence():
 @pytest.mark.parametrize(
     ("key", "harmless", "refused"),
     [
-        ("pipeline_model_parallel_size", "1", "2"),
-        ("virtual_pipeline_model_parallel_size", "null", "2"),
-        ("context_parallel_size", "1", "2"),
+        ("dynamic_context_parallel", "false", "true"),
         ("expert_model_parallel_size", "1", "2"),
         ("expert_tensor_parallel_size", "null", "2"),
         ("param_offload", "false", "true"),
@@ -81,8 +97,26 @@ def test_splits_that_are_not_here_are_accepted_only_off(key, harmless, refused):
         load_config([f"{A}.megatron.{key}={refused}"])
 
 
-def test_what_changes_no_result_is_accepted_with_a_notice():
-    load_config([f"{A}.megatron.sequence_parallel=true", "critic.megatron.use_distributed_optimizer=true"])
-    assert sum("megatron" in text for text in notices.seen()) == 2
+def test_what_does_not_concern_the_reference_is_accepted_with_a_notice():
+    ref = f"{AR}.ref.megatron"
+    load_config([f"{ref}.use_distributed_optimizer=true", f"{ref}.override_transformer_config.recompute_method=block"])
+    assert sum("the reference has no" in text for text in notices.seen()) == 2
     with pytest.raises(ConfigError, match="sequence_paralel"):
         load_config([f"{A}.megatron.sequence_paralel=true"])
+
+
+def test_a_role_with_a_pipeline_of_its_own_takes_no_runs_from_the_actor():
+    given = (f"{M}.pipeline_model_parallel_size=2", f"{M}.virtual_pipeline_model_parallel_size=2")
+    config = resolve(load_config([*ON, *given, "critic.megatron.pipeline_model_parallel_size=4"]))
+    assert config.actor_rollout_ref.ref.megatron.virtual_pipeline_model_parallel_size == 2
+    assert config.critic.megatron.virtual_pipeline_model_parallel_size == 1
+
+
+def test_what_the_model_is_computed_with_reaches_the_engine():
+    recompute = f"{M}.override_transformer_config.recompute"
+    given = (f"{M}.context_parallel_size=2", f"{M}.pipeline_model_parallel_size=2", f"{M}.sequence_parallel=false")
+    given += (f"{recompute}_granularity=full", f"{recompute}_num_layers=3", f"{recompute}_method=block")
+    parallel = parallel_of(resolve(load_config([*ON, *given])).actor_rollout_ref.actor, A)
+    assert (parallel.tensor_size, parallel.pipeline_size, parallel.context_size) == (2, 2, 2)
+    assert not parallel.sequence_parallel and parallel.distributed_optimizer
+    assert parallel.recompute == Recompute("full", "block", 3)

@@ -43,7 +43,7 @@ def run(environment) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run_file(folder: Path, name: str, source: str, **more: str) -> subprocess.CompletedProcess[str]:
         (folder / name).write_text(source, encoding="utf-8")
         return subprocess.run(
-            [sys.executable, name], cwd=folder, env={**environment, **more}, capture_output=True, text=True, timeout=120
+            [sys.executable, name], cwd=folder, env={**environment, **more}, capture_output=True, text=True, timeout=600
         )
 
     return run_file

@@ -209,6 +209,16 @@ for p in prompts:
     print(f"FT: {ft_tokenizer.decode(out_ft[0], skip_special_tokens=True)}\\n")
 """
 
+# document 000, section 4.1
+ARROW_TO_PARQUET = """
+from datasets import load_from_disk
+
+# 加载原始数据
+ds = load_from_disk("gsm8k_disk")
+ds["train"].to_parquet("train.parquet")
+ds["test"].to_parquet("test.parquet")
+"""
+
 # document 000, section 4.3; the data and the model lie under $HOME
 MAIN_PPO = r"""
 export HYDRA_FULL_ERROR=1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 
 import pytest
@@ -47,6 +48,13 @@ def test_B6_as_typed(tmp_path, monkeypatch, hub_here, capsys):
     for text in ("Qwen/Qwen2-0.5B-critic", "generate", "score", "values", "update_critic", "critic.weights"):
         assert text in table
     assert flow.to_mermaid().startswith("flowchart TD")
+    expected = flow.describe(gpu="RTX 3090")
+    assert re.search(r"^seconds +expected on RTX 3090 if every response is full: \d+\.\d in all$", expected, re.M)
+    times = {row.split()[1]: row for row in expected.splitlines() if re.match(r"\d", row)}
+    for name in ("generate", "values", "update_actor", "update_critic"):
+        assert re.search(r"\d\.\d{3}$", times[name].rstrip()), times[name]
+    with pytest.raises(ConfigError, match="is not known; there are"):
+        flow.describe(gpu="RTX 9999")
     assert flow._runner._trainer is None, "looking loads nothing"
 
 
@@ -56,7 +64,10 @@ def test_B6_step_run_and_a_critic_with_a_fresh_head(small, capsys):
     assert 0 < first["reward_mean"] < 1 and "critic/vf_loss" in first
     result = flow.run(["Hello there", "Good day"])
     assert result.step == 2 and len(result["sample"]) == 2
-    assert "seconds" in flow.describe() and flow._runner.trainer.plan.choice.device.described in flow.describe()
+    assert (
+        re.search(r"^seconds +of the last step$", flow.describe(), re.M)
+        and flow._runner.trainer.plan.choice.device.described in flow.describe()
+    )
     assert "The critic starts from Qwen/Qwen2-0.5B with a fresh value head" in capsys.readouterr().out
 
 

@@ -68,8 +68,11 @@ set -x
 MODEL=${MODEL:-Qwen/Qwen2-7B-Instruct}
 export N_GPUS=2
 STAMP=$(date)
+UNUSED=$(hostname)
 train_files="['$HOME/data/train.parquet']"
-python3 -m verl.trainer.main_ppo \
+max_prompt=512
+tokens=$(((max_prompt + ${N_GPUS}) * 4 / 3))
+python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_trainer' \
     algorithm.adv_estimator=grpo \
     data.train_files="$train_files" \
     # why this size
@@ -78,7 +81,8 @@ python3 -m verl.trainer.main_ppo \
     +actor_rollout_ref.actor.ppo_micro_batch_size=4 \
     actor_rollout_ref.rollout.nme=vllm \
     actor_rollout_ref.rollout.temperature=hot \
-    trainer.n_gpus_per_node=$N_GPUS trainer.nnodes=$NNODES \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$tokens \
+    trainer.n_gpus_per_node=$N_GPUS trainer.nnodes=$NNODES trainer.experiment_name=$STAMP \
     trainer.logger='["console","wandb"]' $@
 """
 
@@ -160,6 +164,12 @@ def test_each_kind_gives_a_configuration_that_is_read(kind, tmp_path):
         ("grpo", {"delta": 5.0}, {"actor_rollout_ref.actor.clip_ratio_c": 5.0}),
         ("grpo", {"adam_beta2": 0.95}, {"actor_rollout_ref.actor.optim.betas": [0.9, 0.95]}),
         ("grpo", {"warmup_steps": 0.1}, {"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1}),
+        ("grpo", {"repetition_penalty": 1.2}, {"actor_rollout_ref.rollout.repetition_penalty": 1.2}),
+        ("grpo", {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+         {"actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
+          "actor_rollout_ref.actor.optim.min_lr_ratio": 0.1}),
+        ("sft", {"learning_rate": 4e-5, "lr_scheduler_kwargs": {"min_lr": 1e-5, "num_cycles": 1.5}},
+         {"actor_rollout_ref.actor.optim.min_lr_ratio": 0.25, "actor_rollout_ref.actor.optim.num_cycles": 1.5}),
     ],
 )  # fmt: skip
 def test_single_keys(kind, given, ours, tmp_path):
@@ -173,7 +183,7 @@ def test_single_keys(kind, given, ours, tmp_path):
     [
         ("grpo", {"loss_type": "vespo"}, "there is no such policy loss here"),
         ("grpo", {"scale_rewards": "batch"}, "scale_rewards=batch"),
-        ("grpo", {"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
+        ("grpo", {"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs.power=2"),
         ("grpo", {"lr_scheduler_type": "polynomial"}, "lr_scheduler_type=polynomial"),
         ("grpo", {"temperature": "hot"}, "temperature"),
         ("dpo", {"loss_type": ["sigmoid", "sft"]}, "one loss at a time"),
@@ -212,6 +222,7 @@ trainer = GRPOTrainer(model=MODEL, reward_funcs=[reward_len], args=args,
 def test_a_verl_script(tmp_path, monkeypatch):
     result = convert_file(written(tmp_path, "run.sh", SCRIPT))
     monkeypatch.setenv("NNODES", "1")
+    monkeypatch.setenv("STAMP", "today")
     config = loaded(result, tmp_path)
     assert config.algorithm.adv_estimator == "grpo" and config.data.train_batch_size == 16
     assert config.actor_rollout_ref.model.path == "Qwen/Qwen2-7B-Instruct" and config.trainer.nnodes == 1
@@ -219,8 +230,11 @@ def test_a_verl_script(tmp_path, monkeypatch):
     assert config.trainer.logger == ["console", "wandb"]
     dropped = " ".join(result.dropped)
     assert len(result.dropped) == 2 and "rollout.nme" in dropped and "temperature" in dropped
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 685
+    assert result.unneeded == ["--config-path=config", "--config-name=ppo_trainer"]
     assert any("$NNODES is not set" in line for line in result.changed)
-    assert any("$STAMP is the output of a command" in line for line in result.changed)
+    assert any("$STAMP is the output of a command: its place is" in line for line in result.changed)
+    assert not any("UNUSED" in line for line in result.changed)
 
 
 def test_a_verl_yaml(tmp_path):
@@ -245,6 +259,7 @@ def test_json_and_kinds(tmp_path):
         ("a.py", "x = 1", "makes no TRL config"),
         ("a.py", "x = (", "is not Python"),
         ("a.sh", "echo hi", "starts no trainer of verl"),
+        ("a.sh", "python -m openrlhf.cli.train_ppo_ray --x 1", "OpenRLHF stand in docs/coming_from.md"),
         ("a.yaml", "- 1", "holds no configuration"),
         ("a.yaml", "a: [", "cannot be read"),
         ("a.toml", "a = 1", "is a .yaml, .json, .py or .sh file"),

@@ -294,6 +294,30 @@ def test_wrong_rows(row, message):
         SFTDataset([row], byte_tokenizer(chat_template=template))
 
 
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_an_answer_that_is_labelled_as_not_wanted_is_not_learned(as_messages, tmp_path):
+    """KTO's data, given to SFT."""
+    rows = [
+        {
+            "prompt": user("a") if as_messages else "a",
+            "completion": assistant(answer) if as_messages else answer,
+            "label": label,
+        }
+        for answer, label in (("good", True), ("bad", False), ("fine", True))
+    ]
+    path, tokenizer = write_jsonl(tmp_path / "kto.jsonl", rows), byte_tokenizer(chat_template=CHATML)
+    with pytest.raises(DataError, match=r"kto\.jsonl, line 2 .*label is false.*kto learns.*data\.on_bad_row=drop"):
+        SFTDataset(path, tokenizer)
+    kept = SFTDataset(path, tokenizer, on_bad_row="drop")
+    learned = [tokenizer.decode(row["response_ids"][row["response_mask"]]) for row in kept]
+    assert len(kept) == 2 and not any("bad" in text for text in learned)
+    assert any("1 of 3 rows are left out (1 labelled false)" in text for text in notices.seen())
+    without = [{key: value for key, value in row.items() if key != "label"} for row in rows]
+    assert len(SFTDataset(without, tokenizer)) == 3
+    classes = [{**row, "label": 0} for row in rows]
+    assert len(SFTDataset(classes, tokenizer)) == 3, "numbers are classes, not KTO's labels"
+
+
 def test_template_that_raises_names_the_row_and_all_dropped_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "talk.jsonl", [{"messages": [*user("a"), *user("b"), *assistant("c")]}])
     with pytest.raises(DataError, match=r"talk\.jsonl, line 1 .*failed on this conversation: .*must alternate"):

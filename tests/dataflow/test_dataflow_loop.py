@@ -147,16 +147,16 @@ def test_a_failed_step_leaves_the_saved_groups_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_limit_as_error_or_short(executor: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_limit_as_error_or_smaller(executor: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataflowError, match=r"loop 'refill' .*has 2 groups of 3 after its limit of 2 draws in step 5"):
         build(Source(2), limit=2).run(None, 5, executor)
-    result = build(Source(2), limit=2, on_limit="short").run(None, 6, executor)
+    result = build(Source(2), limit=2, on_limit="smaller").run(None, 6, executor)
     assert taken(result) == [0, 2]
     assert "step 6: loop 'refill' has 2 groups of 3 after its limit of 2 draws; going on" in capsys.readouterr().out
     with pytest.raises(DataflowError, match="when its source ended after 1 draws"):
         build(Source(2, end=2)).run(None, 0, executor)
     with pytest.raises(DataflowError, match="has 0 groups of 3"):
-        build(Source(1, first=1, end=2), on_limit="short").run(None, 0, executor)
+        build(Source(1, first=1, end=2), on_limit="smaller").run(None, 0, executor)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -11,10 +11,10 @@ from verl import notices
 from verl.config import load_config, resolve, validate
 from verl.errors import ConfigError, MissingDependencyError, RolloutError
 from verl.hardware import Device, choose
+from verl.rollout.remote.settings import RemoteSettings
 from verl.rollout.vllm.adapter import engine_arguments
-from verl.rollout.vllm.settings import VLLMSettings
 from verl.rollout.vllm.versions import installed_vllm
-from verl.trainer.settings import hardware_for, vllm_settings
+from verl.trainer.settings import hardware_for, remote_settings
 
 ROLLOUT = "actor_rollout_ref.rollout"
 CPU = Device("cpu", "x", cpu_flags=frozenset({"amx_bf16"}))
@@ -75,11 +75,6 @@ def test_a_missing_vllm_falls_back_or_is_an_error():
         hardware_for(config_for(**{f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.strict": True}), choose(CPU, "2.13.0", {}))
 
 
-def test_sglang_says_that_it_is_not_there():
-    with pytest.raises(ConfigError, match=r"name=sglang: this version has no SGLang engine.*use vllm, vllm_server or"):
-        validate(config_for(**{f"{ROLLOUT}.name": "sglang"}), need_data=False)
-
-
 def test_what_the_engine_is_told():
     config = config_for(**{
         f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.dtype": "float16", f"{ROLLOUT}.max_num_seqs": 33,
@@ -90,7 +85,7 @@ def test_what_the_engine_is_told():
     })  # fmt: skip
     choice = hardware_for(config, choose(H200, "2.11.0", CARD))
     assert not any("is not used" in text for text in notices.seen())
-    arguments = engine_arguments("folder", vllm_settings(config, choice), "cuda")
+    arguments = engine_arguments("folder", remote_settings(config, choice), "cuda")
     wanted = {
         "model": "folder", "dtype": "float16", "max_num_seqs": 33, "tensor_parallel_size": 2, "max_model_len": 128,
         "gpu_memory_utilization": 0.7, "enable_sleep_mode": False, "enable_chunked_prefill": False, "swap_space": 3,
@@ -98,22 +93,22 @@ def test_what_the_engine_is_told():
         "load_format": "dummy", "enable_prefix_caching": True,
     }  # fmt: skip
     assert wanted.items() <= arguments.items()
-    on_cpu = engine_arguments("folder", VLLMSettings(), "cpu")
+    on_cpu = engine_arguments("folder", RemoteSettings(), "cpu")
     assert on_cpu["enforce_eager"] and not on_cpu["enable_sleep_mode"] and on_cpu["dtype"] == "auto"
-    assert engine_arguments("folder", VLLMSettings(), "cuda")["enable_sleep_mode"]
+    assert engine_arguments("folder", RemoteSettings(), "cuda")["enable_sleep_mode"]
 
 
 def test_the_environment_variable_sets_the_dtype(monkeypatch):
     monkeypatch.setenv("VLLM_DTYPE", "float32")
     config = config_for(**{f"{ROLLOUT}.name": "vllm"})
-    assert vllm_settings(config, hardware_for(config, choose(H200, "2.11.0", CARD))).dtype == "float32"
+    assert remote_settings(config, hardware_for(config, choose(H200, "2.11.0", CARD))).dtype == "float32"
 
 
 def test_keys_that_only_vllm_reads_are_told_of():
     config = config_for(**{f"{ROLLOUT}.enforce_eager": True, f"{ROLLOUT}.engine_kwargs.vllm": {"swap_space": 3}})
-    assert vllm_settings(config, hardware_for(config, choose(CPU, "2.13.0", {}))) is None
-    told = [text for text in notices.seen() if "only vLLM reads this" in text]
-    assert len(told) == 1 and "enforce_eager" in told[0] and "engine_kwargs.vllm" in told[0]
+    assert remote_settings(config, hardware_for(config, choose(CPU, "2.13.0", {}))) is None
+    told = [text for text in notices.seen() if "only vLLM and SGLang read this" in text]
+    assert len(told) == 1 and "enforce_eager" in told[0] and "engine_kwargs" in told[0]
 
 
 def test_a_server_and_its_address_belong_together():

@@ -10,9 +10,11 @@ from tiny_models import make_model
 
 from verl import notices
 from verl.errors import RolloutError
-from verl.rollout.vllm import engine, weights
-from verl.rollout.vllm.receiver import DEVICE, WeightReceiver, _reads_parameters
-from verl.rollout.vllm.settings import VLLMSettings
+from verl.rollout.remote import weights
+from verl.rollout.remote.receiving import DEVICE
+from verl.rollout.remote.settings import RemoteSettings
+from verl.rollout.vllm.engine import VLLMEngine
+from verl.rollout.vllm.receiver import WeightReceiver, _reads_parameters
 
 GIB = 2**30
 
@@ -35,9 +37,9 @@ def test_the_trainers_gpu_is_the_first_of_its_process(variable, device, gpus, se
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     if seen is None:
         with pytest.raises(RolloutError, match=r"tensor_model_parallel_size=2 needs.*there are 2 in all"):
-            engine._environment(torch.device(device), gpus)
+            VLLMEngine.environment(torch.device(device), gpus)
         return
-    variables = engine._environment(torch.device(device), gpus)
+    variables = VLLMEngine.environment(torch.device(device), gpus)
     assert variables["CUDA_VISIBLE_DEVICES"] == seen and variables["PYTORCH_CUDA_ALLOC_CONF"] == ""
 
 
@@ -45,21 +47,21 @@ def test_it_asks_for_memory_that_is_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (61 * GIB, 100 * GIB))
     model = make_model("llama", dtype=torch.bfloat16)
-    fitted = engine._fitted(VLLMSettings(gpu_memory_utilization=0.9), model, torch.device("cuda:0"))
+    fitted = VLLMEngine.fitted(RemoteSettings(gpu_memory_utilization=0.9), model, torch.device("cuda:0"))
     assert fitted.gpu_memory_utilization == 0.6 and fitted.dtype == "bfloat16"
     assert any("gpu_memory_utilization=0.9 is lowered to 0.6" in text for text in notices.seen())
-    fitted = engine._fitted(VLLMSettings(gpu_memory_utilization=0.5), model, torch.device("cuda:0"))
+    fitted = VLLMEngine.fitted(RemoteSettings(gpu_memory_utilization=0.5), model, torch.device("cuda:0"))
     assert fitted.gpu_memory_utilization == 0.5 and not fitted.engine_kwargs
 
 
 def test_on_a_cpu_the_cache_is_as_large_as_needed():
     model = make_model("llama")  # 2 layers, 2 heads of 8
-    settings = VLLMSettings(max_model_len=100, max_num_seqs=4)
-    fitted = engine._fitted(settings, model, torch.device("cpu"))
+    settings = RemoteSettings(max_model_len=100, max_num_seqs=4)
+    fitted = VLLMEngine.fitted(settings, model, torch.device("cpu"))
     token = 2 * 2 * 2 * 8 * 4
     assert fitted.engine_kwargs["kv_cache_memory_bytes"] == 4 * 2 * 128 * token
-    own = VLLMSettings(engine_kwargs={"kv_cache_memory_bytes": 7})
-    assert engine._fitted(own, model, torch.device("cpu")).engine_kwargs["kv_cache_memory_bytes"] == 7
+    own = RemoteSettings(engine_kwargs={"kv_cache_memory_bytes": 7})
+    assert VLLMEngine.fitted(own, model, torch.device("cpu")).engine_kwargs["kv_cache_memory_bytes"] == 7
 
 
 def rebuilt(*arguments):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,17 +18,22 @@ from verl.models.lora import add_adapters
 from verl.models.settings import LoraSettings
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFEngine
+from verl.rollout.remote import probe
+from verl.rollout.remote.client import EngineProcess
+from verl.rollout.remote.settings import RemoteSettings
+from verl.rollout.remote.weights import ExportedWeights, checkpoint_tensors
 from verl.rollout.rows import stream_rows
-from verl.rollout.vllm import probe
-from verl.rollout.vllm.client import EngineProcess
-from verl.rollout.vllm.engine import VLLMEngine
-from verl.rollout.vllm.settings import VLLMSettings
-from verl.rollout.vllm.weights import ExportedWeights, checkpoint_tensors
+from verl.rollout.vllm.engine import PROGRAM, VLLMEngine
 
 
 def engine_for(model, fault="", process=InThread, **settings):
-    settings = VLLMSettings(max_model_len=64, max_num_seqs=8, engine_kwargs={"fault": fault}, **settings)
+    settings = RemoteSettings(max_model_len=64, max_num_seqs=8, engine_kwargs={"fault": fault}, **settings)
     return VLLMEngine(make_twin(model), make_tokenizer(), (1,), settings, process=process)
+
+
+def as_program(module):
+    """Makes the process run another module."""
+    return lambda program, environment=None: EngineProcess(replace(program, module=module), environment)
 
 
 def requests_for(params, name="r", count=4):
@@ -140,12 +145,12 @@ def test_an_engine_that_fails_says_why():
 
 def test_a_process_that_dies_is_one_sentence():
     with pytest.raises(RolloutError, match=r"ended with exit code 0 .*Its log is in .*last checkpoint") as raised:
-        EngineProcess("this").expect("ready")
+        as_program("this")(PROGRAM).expect("ready")
     path = re.search(r"Its log is in (\S+\.log)", str(raised.value))[1]
     with open(path) as log:
         assert "Beautiful is better than ugly" in log.read()
     os.remove(path)
-    deaf = EngineProcess("vllm_deaf_host")
+    deaf = as_program("vllm_deaf_host")(PROGRAM)
     assert deaf.receive(0.01) is None
     deaf.process.kill()
     with pytest.raises(RolloutError, match=r"was killed by SIGKILL in the middle of the run\. Run the same"):
@@ -153,7 +158,7 @@ def test_a_process_that_dies_is_one_sentence():
 
 
 def test_the_process_ends_with_the_engine():
-    engine = engine_for(make_model("llama"), process=functools.partial(EngineProcess, "vllm_fake_host"))
+    engine = engine_for(make_model("llama"), process=as_program("vllm_fake_host"))
     process, folder = engine.process.process, engine.process.folder
     assert process.poll() is None and (folder / "model" / "config.json").is_file()
     engine.generate(requests_for(SamplingParams(2)))
@@ -196,8 +201,8 @@ def test_adapters_are_merged_into_what_is_exported():
 
 
 def test_tolerances_and_what_is_off():
-    probe.check(0.05, tolerance=None, dtype="bfloat16")
+    probe.check(0.05, tolerance=None, dtype="bfloat16", title="vLLM")
     for gap, tolerance, dtype in ((0.05, None, "float32"), (0.2, None, "bfloat16"), (float("nan"), 9.0, "float32")):
         with pytest.raises(RolloutError, match="vLLM does not compute what is being trained"):
-            probe.check(gap, tolerance=tolerance, dtype=dtype)
+            probe.check(gap, tolerance=tolerance, dtype=dtype, title="vLLM")
     assert probe.coarser("float32", "bfloat16") == "bfloat16" == probe.coarser("bfloat16", "float16")

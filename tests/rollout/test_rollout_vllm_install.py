@@ -58,12 +58,19 @@ def test_an_installed_torch_is_kept_when_it_fits(interpreter, device, minor, tor
         ({"DEVICE": "tpu"}, 11, "DEVICE=tpu is not known"),
         ({"DEVICE": "cpu"}, 13, "with Python 3.11 here, this is 3.13"),
         ({"DEVICE": "cpu", "USE_SGLANG": "1"}, 11, "USE_SGLANG: no set of versions with it was run"),
-        ({"DEVICE": "cuda", "USE_MEGATRON": "1"}, 12, "USE_MEGATRON: no set of versions"),
     ],
 )
 def test_what_it_refuses(interpreter, variables, minor, said):
     code, output = run(interpreter(minor), **variables)
     assert code == 2 and said in output and "pip install" not in output
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+@pytest.mark.parametrize("asked", ["1", "0", ""])
+def test_megatron_is_installed_where_it_is_asked_for(interpreter, asked):
+    code, output = run(interpreter(), DEVICE="cpu", USE_MEGATRON=asked)
+    assert code == 0
+    assert ("--no-deps --only-binary :all: -r requirements/megatron.txt mbridge" in output) == (asked == "1")
 
 
 def test_its_sets_are_those_of_the_tests_and_the_page():

@@ -17,9 +17,9 @@ from verl.errors import RolloutError
 from verl.hybrid import make_twin
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFEngine
-from verl.rollout.vllm import probe
+from verl.rollout.remote import probe
+from verl.rollout.remote.settings import RemoteSettings
 from verl.rollout.vllm.server import NEEDED, Server, VLLMServerEngine
-from verl.rollout.vllm.settings import VLLMSettings
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -106,7 +106,7 @@ def serve():
 
 
 def engine_for(model, server, **settings):
-    settings = VLLMSettings(max_num_seqs=4, server_url=server.url, **{"max_model_len": 48, **settings})
+    settings = RemoteSettings(max_num_seqs=4, server_url=server.url, **{"max_model_len": 48, **settings})
     return VLLMServerEngine(make_twin(model), make_tokenizer(), (1,), settings)
 
 

@@ -1,4 +1,4 @@
-"""Stands in for ``verl.rollout.vllm.host``: the same protocol, over Hugging Face modules in place of vLLM.
+"""Stands in for ``verl.rollout.remote.host``: the same protocol, over Hugging Face modules in place of vLLM.
 
 Run as a module it is a process; :class:`InThread` is the same without one.
 """
@@ -19,8 +19,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from verl.rollout.hf import HFEngine
-from verl.rollout.vllm import host
-from verl.rollout.vllm.client import EngineProcess
+from verl.rollout.remote import host
+from verl.rollout.remote.client import EngineProcess
 from verl.rollout.vllm.receiver import WeightReceiver
 
 
@@ -77,7 +77,8 @@ class FakeAdapter(WeightReceiver):
 class InThread(EngineProcess):
     """The host as a thread of this process: it starts at once."""
 
-    def __init__(self, environment=None):
+    def __init__(self, program, environment=None):
+        self.title = program.title
         self._folder = tempfile.TemporaryDirectory(prefix="fake-vllm-")
         self.log = Path(self._folder.name) / "vllm.log"
         self.log.touch()

@@ -79,6 +79,12 @@ def test_one_step_off_takes_the_longer_side():
     assert found["step"] == pytest.approx(2.0 + 1.0 + 1.5 + 8.0 + 7.0), "two learners; generation takes 4.0 beside them"
     most = predict(free, 4, 20, "one_step_off", share=0.25)
     assert most["gen"] == 6.0 and most["step"] == pytest.approx(max(6.0, 19.5))
+    scored = Case({**PHASES, "reward": [(10.0, 20.0)]}, Model(0.0), Links(8, 1.0, 1.0))
+    assert predict(scored, 4, 20, "one_step_off")["step"] == pytest.approx(4.0 + 20.0), "scoring is the makers' work"
+    bare = {name: points for name, points in PHASES.items() if name != "old_logp"}
+    assert predict(Case(bare, Model(0.0), Links(8, 1.0, 1.0)), 4, 20, "one_step_off")["old_logp"] == 1.0, "as the ref"
+    slow = Case(PHASES, Model(1e9), Links(8, 100e9, 10e9, sent=1e9))
+    assert predict(slow, 4, 20, "one_step_off")["reshard"] == pytest.approx(2e9 * 0.5 / 100e9 + 2.0)
     with pytest.raises(ValueError, match="two GPUs"):
         predict(free, 1, 20, "one_step_off")
     with pytest.raises(ValueError, match="there are colocated, separate, one_step_off"):
@@ -93,6 +99,8 @@ def test_the_table_goes_to_1024_gpus_and_the_controller_limits_it():
     assert by[1024, "colocated"]["controller"] == pytest.approx(102.4)
     assert by[1024, "colocated"]["efficiency"] < by[2, "colocated"]["efficiency"] < 1
     assert (1, "separate") not in by and (2, "one_step_off") in by
+    assert by[1024, "one_step_off"]["makers"] in range(128, 897, 128)
+    assert by[1024, "one_step_off"]["step"] <= predict(CASE, 1024, 10240, "one_step_off")["step"]
 
 
 def test_the_example_file_is_read():

@@ -87,3 +87,16 @@ def test_what_has_no_effect_is_told(capsys):
     told = capsys.readouterr().out
     assert "trainer.max_restarts has no effect in one process" in told
     assert "critic.enable_resource_pool=true has no effect" in told
+
+
+def test_a_rollout_beside_the_update_has_devices_of_its_own(monkeypatch):
+    schedule = "trainer.schedule=one_step_off"
+    apart = config(schedule, "actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=2")
+    expected = "actor: 1 rank (actor+reference+critic) · rollout: 2 ranks (rollout)"
+    assert placement_of(apart).describe() == expected and processes(apart) == 3
+    assert processes(config("actor_rollout_ref.rollout.nnodes=1")) == 1, "read with that schedule only"
+    with pytest.raises(ConfigError, match=r"devices of its own \(actor_rollout_ref\.rollout\.nnodes=1"):
+        check_devices(config(schedule), cuda(), None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"3 GPUs are asked for .*rollout\.n_gpus_per_node=2"):
+        check_devices(apart, cuda(), None)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from trainer_helpers import SETTINGS
 from trainer_rewards import digits_share, slow_share
 
+from verl import notices
 from verl.api.ray_trainer import RayPPOTrainer
 from verl.config import load_config
 from verl.data import arithmetic_task
@@ -172,3 +173,30 @@ def test_a_run_that_cannot_be_built_leaves_no_process(tiny_model_dir, tmp_path):
     with pytest.raises(ModelError):
         Trainer(load_config(values=values), train_rows=arithmetic_task("train", 5))
     assert not groups._RUNS
+
+
+def test_a_rollout_on_a_pool_of_its_own_gets_the_weights_of_sharded_ranks(tiny_model_dir, tmp_path):
+    changes = {"steps": 3, "trainer__schedule": "one_step_off"}
+    here = run(tiny_model_dir, tmp_path / "here", 1, **changes)
+    changes |= {"actor_rollout_ref__actor__strategy": "fsdp", "actor_rollout_ref__rollout__nnodes": 1}
+    apart = run(tiny_model_dir, tmp_path / "apart", 2, actor_rollout_ref__rollout__n_gpus_per_node=1, **changes)
+    assert apart.metrics["training/rollout_staleness"] == 1 and len(apart.samples) == 3
+    same(here, apart)
+
+
+def test_dropout_goes_on_where_it_was_on_every_rank(tiny_model_dir, tmp_path):
+    """With dropout, weights after a stop equal those without one, to the bit."""
+    changes = {
+        "actor_rollout_ref__model__override_config": {"attention_dropout": 0.3},
+        "trainer__save_freq": 1,
+        "trainer__max_actor_ckpt_to_keep": None,
+    }
+    straight = run(tiny_model_dir, tmp_path / "straight", 2, **changes)
+    run(tiny_model_dir, tmp_path / "broken", 2, steps=1, **changes)
+    broken = run(tiny_model_dir, tmp_path / "broken", 2, **changes)
+    assert len(broken.samples) == 1
+    for name, value in straight.weights["actor"].items():
+        assert torch.equal(value, broken.weights["actor"][name]), name
+    assert not any("dropout draws other masks" in line for line in notices.seen())
+    run(tiny_model_dir, tmp_path / "broken", 1, steps=3, **changes)
+    assert any("no random states for 1 process:" in line for line in notices.seen())

@@ -73,6 +73,24 @@ def test_generate_from_a_file_to_json_lines(folder, tmp_path, capsys):
     assert f"6 answers in {out}" in capsys.readouterr().out
 
 
+def test_a_least_length_and_a_penalty_on_repeating(folder, tmp_path, capsys):
+    """Both reach the engine: no answer ends too early, and none holds a token twice."""
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(f"{i}+{i}=\n" for i in range(8)))
+    typed = ["generate", str(folder), "--prompts", str(prompts), "--raw", "--output", str(out), *CPU]
+
+    def answers(*more: str) -> list[dict]:
+        assert main([*typed, *more]) == 0
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    assert min(row["tokens"] for row in answers("--max_tokens", "40")) < 30, "a random model ends early by itself"
+    assert min(row["tokens"] for row in answers("--max_tokens", "40", "--min-tokens", "30")) >= 30
+    greedy = ["--temperature", "0", "--ignore_eos", "--max_tokens", "12"]
+    loose, strict = answers(*greedy), answers(*greedy, "--repetition-penalty", "1e6")
+    assert any(len(set(row["response"])) < len(row["response"]) for row in loose)
+    assert [row["response"] for row in strict] != [row["response"] for row in loose]
+
+
 def test_many_answers_are_shown_under_their_prompts(folder, capsys):
     command = ["generate", str(folder), "--prompt", "1+1=", "--prompt", "2+2=", "--n", "2", "--max-tokens", "3", *CPU]
     assert main(command) == 0
@@ -94,6 +112,9 @@ def test_prompts_of_every_layout(tmp_path):
         (["--prompt", "a", "--prompts", "f"], "not both"),
         (["--prompts", "missing.txt"], "missing.txt"),
         (["--prompt", "a", "--top_p", "0"], "0 < top_p"),
+        (["--prompt", "a", "--repetition_penalty", "0"], "repetition_penalty is 0.0; it must be above 0"),
+        (["--prompt", "a", "--max_tokens", "5", "--min_tokens", "6"], "min_tokens is 6; it must be between 0 and"),
+        (["--prompt", "a", "--min_tokens", "600"], "min_tokens is 600"),
         (["--prompt", "a", "--max_tokens", "9999"], "the model takes 256 tokens"),
         (["--prompt", "a", "--max_model_len", "9999"], "more than the model's 256 positions"),
         (["--prompt", "a", "--step", "3"], "has no steps: it is not a run folder"),
@@ -146,6 +167,10 @@ def test_the_answer_depends_on_the_history(model):
         ("/set temperature=0.25", "temperature is 0.25 now."),
         ("/set temperature=-1", "temperature stays 0.0"),
         ("/set top_k=x", "top_k stays -1"),
+        ("/set repetition_penalty=1.5", "repetition_penalty is 1.5 now."),
+        ("/set repetition_penalty=0", "repetition_penalty stays 1.0"),
+        ("/set min_tokens=600", "min_tokens is 600 now."),
+        ("/set min_tokens=-1", "min_tokens stays 0"),
         ("/set colour=red", "/set takes temperature"),
         ("/nonsense", "There is no command /nonsense."),
         ("/help", "/reset       forget the conversation"),

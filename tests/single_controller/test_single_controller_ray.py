@@ -255,3 +255,11 @@ def test_groups_are_made_of_workers_and_need_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependencyError, match="pip install ray"):
         import_ray()
+
+
+def test_processes_that_do_not_start_give_their_places_back(monkeypatch):
+    monkeypatch.setattr(hosts, "START_S", 0.0)
+    pool = ray_groups.pool(1)
+    with pytest.raises(ConfigError, match=r"rank\(s\) \[0\] did not start within 0 s"):
+        pool.host_set()
+    assert not pool.is_open()

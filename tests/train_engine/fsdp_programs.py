@@ -67,6 +67,7 @@ class Case:
     device: str = "cpu"
     compiled: bool = False
     offload: bool = False
+    tensor_size: int = 1
 
 
 def recorded(dtype: torch.dtype, rows: int = 10) -> DataProto:
@@ -126,7 +127,7 @@ def make_worker(case: Case, comm: Comm) -> Any:
     settings = ActorSettings(
         model,
         optimizer,
-        RolloutSettings(engine="native"),
+        RolloutSettings(engine="native", tensor_size=case.tensor_size),
         Loss(),
         update_cut=case.cut,
         log_prob_cut=case.cut,

@@ -85,11 +85,14 @@ def inside(comm: TorchDistComm, case: Case) -> dict[str, Any]:
         for n, m in engine.weights.masters.items()
         if n in {p.parameter for p in lockstep.parallel.layout.places.values() if p.cut is None}
     }
-    with worker.hybrid.rollout_mode():
-        rollout = {n: p.detach().clone() for n, p in worker.hybrid.twin.named_parameters()}
+    rollout = {}
+    if case.role == "actor":
+        with worker.hybrid.rollout_mode():
+            rollout = {n: p.detach().clone() for n, p in worker.hybrid.twin.named_parameters()}
     state = engine.state_dict()
     try:
-        lm_head(worker.model)
+        if case.role == "actor":
+            lm_head(worker.model)
         refused = ""
     except ModelError as error:
         refused = str(error)
@@ -205,8 +208,13 @@ def scores(comm: Comm, case: Case) -> np.ndarray:
     mine = [batch.select_idxs(np.arange(comm.rank, len(batch), comm.world_size))]
 
     def look() -> np.ndarray:
-        with torch.no_grad():
-            return model(batch).sum(1).numpy()  # the same rows on all ranks
+        """The same rows on all ranks."""
+        lockstep = engine.lockstep
+        if lockstep is None:
+            with torch.no_grad():
+                return model(batch).sum(1).numpy()
+        [found] = lockstep.settle([lockstep.infer(lambda: {"scores": model(batch).sum(1)})])
+        return found["scores"].numpy()
 
     before = look()
     engine.train_step(mine, lambda micro: (-model(micro).sum() / len(batch), Metrics()))

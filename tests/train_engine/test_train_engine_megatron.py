@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from verl.train_engine.parallel import ParallelSettings
+from verl.config.names import RECOMPUTED_MODULES
+from verl.train_engine.parallel import ParallelSettings, Recompute
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (pip install megatron-core)")
 sys.path.insert(0, str(Path(__file__).parents[1] / "hybrid"))
@@ -27,6 +28,14 @@ from megatron_programs import TWO
 
 torch.set_num_threads(1)
 COPIES = ParallelSettings("megatron", tensor_size=1)
+
+
+def split(**sizes) -> ParallelSettings:
+    return ParallelSettings("megatron", **sizes)
+
+
+STAGES = split(pipeline_size=2)
+SHARED = split(distributed_optimizer=True)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +57,8 @@ def folders(tmp_path_factory):
         "tied llama": str(save_tiny_model(base / "tied", "llama", tie_word_embeddings=True)),
         "wide heads": str(save_tiny_model(base / "wide", "llama", head_dim=16)),
         "llama 3": str(save_tiny_model(base / "llama3", "llama", rope_parameters=long_positions)),
+        "deep": str(save_tiny_model(base / "deep", "llama", num_hidden_layers=5)),
+        "four heads": str(save_tiny_model(base / "four", "llama", num_attention_heads=4, num_key_value_heads=2)),
         "three heads": str(save_tiny_model(base / "three", "llama", num_attention_heads=4, num_key_value_heads=1)),
         "gpt2": str(save_tiny_model(base / "gpt2", "gpt2")),
     }
@@ -98,6 +109,41 @@ CASES = {
     "critic": lambda f: (2, Case(f["llama"], parallel=TWO, role="critic")),
     "moments in host memory": lambda f: (2, Case(f["llama"], parallel=TWO, offload=True)),
     "bfloat16": lambda f: (2, Case(f["llama"], parallel=TWO, dtype="bfloat16")),
+    "scattered tokens": lambda f: (2, Case(f["qwen2"], parallel=split(tensor_size=2, sequence_parallel=True))),
+    "pipeline": lambda f: (2, Case(f["llama"], parallel=split(pipeline_size=2))),
+    "pipeline, tied": lambda f: (2, Case(f["tied llama"], parallel=split(pipeline_size=2), kind="adamw", lr=1e-3)),
+    "pipeline, critic": lambda f: (2, Case(f["llama"], parallel=split(pipeline_size=2), role="critic")),
+    "interleaved": lambda f: (2, Case(f["deep"], parallel=split(pipeline_size=2, virtual_size=2))),
+    "pipeline over cut matrices": lambda f: (
+        4,
+        Case(f["qwen2"], parallel=split(tensor_size=2, pipeline_size=2, sequence_parallel=True)),
+    ),
+    "pipeline, two copies": lambda f: (
+        4,
+        Case(f["tied llama"], parallel=split(pipeline_size=2, distributed_optimizer=True), kind="adamw", lr=1e-3),
+    ),
+    "context": lambda f: (2, Case(f["qwen2"], parallel=split(context_size=2))),
+    "context, critic": lambda f: (2, Case(f["qwen2"], parallel=split(context_size=2), role="critic")),
+    "context over cut matrices": lambda f: (
+        4,
+        Case(f["four heads"], parallel=split(tensor_size=2, context_size=2, sequence_parallel=True)),
+    ),
+    "shared moments": lambda f: (
+        2,
+        Case(f["llama"], parallel=split(distributed_optimizer=True), kind="adamw", lr=1e-3),
+    ),
+    "shared moments, bfloat16": lambda f: (
+        2,
+        Case(f["llama"], parallel=split(distributed_optimizer=True), dtype="bfloat16", kind="adamw", lr=1e-3),
+    ),
+    "whole layers again": lambda f: (
+        2,
+        Case(f["llama"], parallel=split(tensor_size=2, recompute=Recompute("full", "uniform", 2))),
+    ),
+    "modules again": lambda f: (
+        2,
+        Case(f["llama"], parallel=split(tensor_size=2, recompute=Recompute("selective", modules=RECOMPUTED_MODULES))),
+    ),
 }
 
 
@@ -116,9 +162,19 @@ def test_five_updates_equal_those_of_one_device(pool, folders, name):
     assert max(worst.values()) < tolerance, sorted(worst.items(), key=lambda w: -w[1])[:3]
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
-def test_forward_passes_equal_those_of_one_device(pool, folders, role):
-    case = Case(folders["qwen2"], role=role, parallel=TWO)
+@pytest.mark.parametrize(
+    ("role", "parallel"),
+    [
+        ("actor", TWO),
+        ("critic", TWO),
+        ("actor", STAGES),
+        ("critic", STAGES),
+        ("actor", split(pipeline_size=2, virtual_size=2)),
+        ("actor", split(context_size=2)),
+    ],
+)
+def test_forward_passes_equal_those_of_one_device(pool, folders, role, parallel):
+    case = Case(folders["deep" if parallel.virtual_size > 1 else "qwen2"], role=role, parallel=parallel)
     _, expected = fsdp_programs.alone(fsdp_programs.forwards, one_device(case))
     seen = 0
     for rows, values in pool.run(2, fsdp_programs.forwards, case):
@@ -128,16 +184,18 @@ def test_forward_passes_equal_those_of_one_device(pool, folders, role):
     assert seen >= 5
 
 
-def test_a_frozen_reference(pool, folders):
-    case = Case(folders["untied qwen2"], parallel=TWO)
+@pytest.mark.parametrize("parallel", [TWO, STAGES])
+def test_a_frozen_reference(pool, folders, parallel):
+    case = Case(folders["untied qwen2"], parallel=parallel)
     _, expected = programs.alone(programs.reference, one_device(case))
     for rows, values in pool.run(2, programs.reference, case):
         np.testing.assert_allclose(values, expected[rows], rtol=0, atol=2e-6)
 
 
-def test_a_reward_model(pool, folders):
+@pytest.mark.parametrize("parallel", [TWO, STAGES])
+def test_a_reward_model(pool, folders, parallel):
     """Scores, and after an update."""
-    case = Case(folders["qwen2"], parallel=TWO)
+    case = Case(folders["qwen2"], parallel=parallel)
     expected = programs.alone(programs.scores, one_device(case))
     assert np.abs(expected[1] - expected[0]).max() > 1e-3
     for found in pool.run(2, programs.scores, case):
@@ -158,9 +216,27 @@ def test_a_rank_holds_its_part_and_the_rollout_gets_all(pool, folders, name, dty
         assert np.array_equal(values, two["everywhere"][parameter]), f"{parameter} drifts apart"
 
 
-@pytest.mark.parametrize(("role", "name"), [("actor", "llama"), ("actor", "qwen2"), ("critic", "qwen2")])
-def test_exports_are_equal(pool, folders, tmp_path, role, name):
-    case = Case(folders[name], role=role, parallel=TWO)
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_stage_holds_its_layers_and_the_rollout_gets_all(pool, folders, role):
+    found = pool.run(2, programs.inside, Case(folders["llama"], role=role, parallel=STAGES))
+    head = 0.01 if role == "critic" else 0.0
+    assert sum(f["share"] for f in found) == pytest.approx(1, abs=head), "no stage has what another has"
+    assert all(f["share"] < 0.6 and f["read"] and f["moved"] == [] for f in found)
+    assert role == "critic" or all(f["rollout"] for f in found), "the arena holds the bits of the live weights"
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "parallel"),
+    [
+        ("actor", "llama", TWO),
+        ("actor", "qwen2", TWO),
+        ("critic", "qwen2", TWO),
+        ("actor", "qwen2", STAGES),
+        ("critic", "llama", STAGES),
+    ],
+)
+def test_exports_are_equal(pool, folders, tmp_path, role, name, parallel):
+    case = Case(folders[name], role=role, parallel=parallel)
     pool.run(2, programs.exported, case, str(tmp_path / "two"))
     programs.alone(programs.exported, one_device(case), str(tmp_path / "one"))
     one, two = (load_file(tmp_path / folder / "model.safetensors") for folder in ("one", "two"))
@@ -174,16 +250,18 @@ def test_exports_are_equal(pool, folders, tmp_path, role, name):
 
 @pytest.mark.parametrize(("name", "dtype"), [("tied llama", "float32"), ("llama", "bfloat16")])
 def test_a_state_goes_on_with_another_split_and_another_engine(pool, folders, name, dtype):
-    """TP 2, then two copies, one device, FSDP, and TP 2 again; as one device by itself."""
+    """TP 2, then two copies, one device, FSDP, PP 2 with two copies, and TP 2 again; as one device by itself."""
     case = Case(folders[name], dtype=dtype, parallel=TWO)
-    expected = programs.alone(programs.resumed, one_device(case), None, 5)
+    expected = programs.alone(programs.resumed, one_device(case), None, 6)
     state = pool.run(2, programs.resumed, case, None, 1)[0]
     state = pool.run(2, programs.resumed, dataclasses.replace(case, parallel=COPIES), state, 1)[0]
     state = programs.alone(programs.resumed, one_device(case), state, 1)
     state = pool.run(2, programs.resumed, dataclasses.replace(case, parallel=fsdp_programs.FSDP), state, 1)[0]
+    shared = split(pipeline_size=2, distributed_optimizer=True)
+    state = pool.run(4, programs.resumed, dataclasses.replace(case, parallel=shared), state, 1)[0]
     state = pool.run(2, programs.resumed, case, state, 1)[0]
     assert {k for k in expected if k.startswith("optimizer/")} == {k for k in state if k.startswith("optimizer/")}
-    assert state["counters"][1] == expected["counters"][1] == 5
+    assert state["counters"][1] == expected["counters"][1] == 6
     # in bfloat16 other micro-batches alone change moments by a quarter
     tolerance, kinds = (2e-2, ("live/", "master/")) if dtype == "bfloat16" else (2e-5, ("live/", "optimizer/exp"))
     keys = [k for k in expected if k.startswith(kinds)]
@@ -191,8 +269,9 @@ def test_a_state_goes_on_with_another_split_and_another_engine(pool, folders, na
     assert max(worst.values()) < tolerance, sorted(worst.items(), key=lambda w: -w[1])[:3]
 
 
-def test_a_load_gives_back_what_was_saved(pool, folders):
-    case = Case(folders["qwen2"], parallel=TWO)
+@pytest.mark.parametrize("parallel", [TWO, STAGES, SHARED])
+def test_a_load_gives_back_what_was_saved(pool, folders, parallel):
+    case = Case(folders["qwen2"], parallel=parallel)
     state = pool.run(2, programs.resumed, case, None, 2)[0]
     again = pool.run(2, programs.resumed, case, state, 0)[0]
     assert set(state) == set(again)
@@ -209,12 +288,22 @@ def test_pieces_of_a_state_cover_every_row_once(pool, folders):
         assert len(spans) == 2 and spans[0][0] == 0 and spans[0][1] == spans[1][0] > 0, name
 
 
-def test_whole_steps_on_two_ranks_equal_those_of_one_device(pool, folders):
+def test_pieces_of_shared_moments_on_two_stages_cover_every_row_once(pool, folders):
+    parallel = split(pipeline_size=2, distributed_optimizer=True)
+    found = pool.run(4, programs.pieces, Case(folders["qwen2"], parallel=parallel, kind="adamw"))
+    names = set().union(*found)
+    assert {sum(name in rank for rank in found) for name in names} == {1}, "one copy, one stage and one owner"
+    kept = [sum(name.startswith("optimizer/exp_avg/") for name in rank) for rank in found]
+    assert min(kept) > 0 and sum(kept) == sum(name.startswith("live/") for name in names)
+
+
+@pytest.mark.parametrize("parallel", [TWO, STAGES])
+def test_whole_steps_on_two_ranks_equal_those_of_one_device(pool, folders, parallel):
     """Rollout by the native engine, advantages and update, three times: the same rewards and norms.
 
     The pad token is among what is sampled; its input embedding gets no gradient.
     """
-    case = Case(folders["untied qwen2"], parallel=TWO)
+    case = Case(folders["untied qwen2"], parallel=parallel)
     expected = programs.alone(hybrid_programs.grpo_step, one_device(case), 3)
     for found in pool.run(2, hybrid_programs.grpo_step, case, 3):
         assert found["rewards"] == pytest.approx(expected["rewards"], abs=1e-6)
@@ -223,8 +312,9 @@ def test_whole_steps_on_two_ranks_equal_those_of_one_device(pool, folders):
         assert len(found["reshard"]) == 3 and found["version"] == 3
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(pool, folders):
-    for found in pool.run(2, fsdp_programs.nonfinite, Case(folders["llama"], parallel=TWO)):
+@pytest.mark.parametrize("parallel", [TWO, STAGES, SHARED])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(pool, folders, parallel):
+    for found in pool.run(2, fsdp_programs.nonfinite, Case(folders["llama"], parallel=parallel)):
         assert found["skipped"] and found["version"] == 0 and found["unchanged"]
         assert found["next"] == 1, "and the next step is taken"
 
@@ -247,7 +337,9 @@ def test_running_out_of_memory_says_what_to_do(pool, folders):
         ("gpt2", {}, "'gpt2' have no mapping"),
         ("llama", {"kind": "adafactor"}, "adafactor does not treat every weight by itself"),
         ("llama", {"lora": True}, "it has adapters"),
-        ("llama", {"parallel": ParallelSettings("megatron", tensor_size=4)}, "tensor_model_parallel_size=4 does not"),
+        ("llama", {"parallel": split(tensor_size=4)}, "tensor_model_parallel_size=4 does not"),
+        ("llama", {"parallel": split(pipeline_size=2, virtual_size=2)}, "2 layers are fewer than the 4 stages"),
+        ("three heads", {"parallel": split(context_size=2), "lora": True}, "it has adapters"),
     ],
 )
 def test_what_cannot_be_is_refused_at_building(pool, folders, name, changes, words):

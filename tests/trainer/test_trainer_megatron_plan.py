@@ -54,6 +54,16 @@ def test_what_can_be_split(family, changes):
     assert why_not_split(make_config(family, **changes), 2) is None
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"context": 4}, "1 times 4 ranks do not divide its 4 attention heads"), ({"stages": 3}, "2 layers are fewer")],
+)
+def test_why_tokens_or_layers_cannot_be_shared(given, words):
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48} if "context" in given else {}
+    found = why_not_split(make_config("llama", **heads), 1, **given)
+    assert words.replace("4 attention", "6 attention") in found
+
+
 def test_a_run_stops_before_its_model_loads(tmp_path, monkeypatch):
     make_config("llama").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="2 key-value heads"):
@@ -91,6 +101,8 @@ def test_plan_shows_the_layout(tmp_path, capsys):
     ]
     assert main([*given, f"{A}.megatron.tensor_model_parallel_size=2"]) == 0
     assert "actor: Megatron-Core, 2 copies of the weights, each over 2 of 4 processes" in capsys.readouterr().out
+    assert main([*given, f"{A}.megatron.pipeline_model_parallel_size=2", f"{A}.megatron.context_parallel_size=2"]) == 0
+    assert "1 copy of the weights, each over 4 of 4 processes (layers over 2, tokens over 2)" in capsys.readouterr().out
     assert main([*given, f"{A}.megatron.tensor_model_parallel_size=4"]) == 2
     assert "2 key-value heads" in capsys.readouterr().err
 
@@ -104,8 +116,11 @@ def test_memory_is_that_of_a_part(tmp_path):
         choice = hardware_for(config, imagined(card("H200")))
         return {phase.name: phase for phase in phases(shape, workload(config, choice, shape))}["update"].parts
 
-    whole, part = update(1), update(2)
+    alone = f"{A}.megatron.use_distributed_optimizer=false"
+    whole, part, shared = update(1, alone), update(2, alone), update(1)
     for name in ("weights", "fp32 masters", "optimizer moments", "fp32 gradients"):
         assert part[name] == whole[name] // 2, name
+    assert shared["weights"] == whole["weights"] and shared["fp32 gradients"] == whole["fp32 gradients"]
+    assert shared["fp32 masters"] == whole["fp32 masters"] // 2, "two copies share them"
     assert "gathered weights" not in part, "matrices compute as they lie"
     assert "gathered weights" in update(1, f"{A}.strategy=fsdp")

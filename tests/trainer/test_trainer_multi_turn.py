@@ -96,3 +96,28 @@ def test_what_is_wrong_is_told_before_anything_loads(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             validate(load_config(values={**base, **values}))
+
+
+def test_own_prompts_are_told_of_the_tools_as_training_prompts_are(tiny_model_dir, tmp_path):
+    tools = tmp_path / "tools.py"
+    tools.write_text(
+        'def add(a: int, b: int) -> int:\n    """Sum.\n\n    Args:\n        a: One.\n        b: Two.\n    """\n'
+    )
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}={% endfor %}"
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    trainer = make_trainer(
+        tiny_model_dir,
+        tmp_path / "run",
+        **SEVERAL,
+        data__apply_chat_template="true",
+        actor_rollout_ref__rollout__multi_turn__tool_config_path=str(tools),
+        actor_rollout_ref__model__custom_chat_template=template,
+        trainer__sample_prompts=["2+2="],
+        trainer__sample_freq=1,
+    )
+    trained = trainer.tokenizer.decode(trainer.plan.train[0]["prompt_ids"])
+    shown = trainer.tokenizer.decode(trainer.evaluation.prompts.non_tensor_batch["prompt_ids"][0])
+    trainer.close()
+    assert trained.startswith("add=") and shown == "add=2+2="

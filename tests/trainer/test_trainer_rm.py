@@ -166,8 +166,47 @@ def test_ppo_is_scored_by_it(model, tmp_path, normalize):
 def test_contradictions_are_told(model, tmp_path):
     with pytest.raises(ConfigError, match=r"reward_model.model.path"):
         make_learner(model, tmp_path, "ppo", arithmetic_task("train", 5), reward_model__enable=True)
-    with pytest.raises(ConfigError, match="a reward model trains all its weights"):
-        make_learner(model, tmp_path, "rm", pairs(), actor_rollout_ref__model__lora_rank=4)
+    quantised = {"actor_rollout_ref__model__quantization": "int8", "actor_rollout_ref__model__lora_rank": 4}
+    with pytest.raises(ConfigError, match="the base of a reward model is not quantised here"):
+        make_learner(model, tmp_path, "rm", pairs(), **quantised)
+
+
+def test_adapters_and_the_head_are_trained_saved_and_resumed(model, tmp_path):
+    """The export is the merged model; base and adapter in peft score the same; the base has not moved."""
+    from peft import PeftModel
+
+    settings = {"actor_rollout_ref__model__lora_rank": 4, "trainer__save_final": True}
+    trainer = make_learner(model, tmp_path / "run", "rm", pairs(), trainer__total_training_steps=2, **settings)
+    before = weights(trainer)
+    assert trainer.fit()["actor/grad_norm"] > 0
+    moved = {name for name, value in weights(trainer).items() if not torch.equal(value, before[name])}
+    assert "live/model.score.weight" in moved and any("lora_B" in name for name in moved)
+    assert all(".lora_" in name or "score" in name for name in moved)
+    folder = tmp_path / "run" / "global_step_2" / "actor"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(["1+1=2", "3+4=8, or so"], return_tensors="pt", padding=True)
+    merged = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    base.config.pad_token_id = merged.config.pad_token_id
+    adapted = PeftModel.from_pretrained(base, folder / "lora_adapter")
+    with torch.no_grad():
+        scores = merged(**ids).logits
+        torch.testing.assert_close(adapted(**ids).logits, scores, atol=1e-5, rtol=1e-4)
+    assert scores.abs().max() > 0
+    straight = make_learner(model, tmp_path / "straight", "rm", pairs(), **settings)
+    again = make_learner(model, tmp_path / "run", "rm", pairs(), **settings)
+    assert again.global_steps == 2
+    for each in (straight, again):
+        each.fit()
+    assert straight.global_steps == again.global_steps == 3
+    assert_equal(weights(straight), weights(again))
+    place = {"actor_rollout_ref__model__lora_adapter_path": str(folder / "lora_adapter")}
+    from_adapter = make_learner(model, tmp_path / "next", "rm", pairs(), **place)
+    start = weights(from_adapter)
+    from_adapter.close()
+    for name in moved:
+        saved = trainer.roles.actor.state_dict()[name]
+        torch.testing.assert_close(start[name], saved, rtol=0, atol=0)
 
 
 def test_texts_are_templated_where_the_policy_templates_them(model, tmp_path):

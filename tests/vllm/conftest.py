@@ -17,7 +17,7 @@ import pytest
 from vllm_runs import WIDE
 
 from verl.hardware.device import installed_packages
-from verl.rollout.vllm.client import QUIET
+from verl.rollout.vllm.engine import QUIET
 
 
 def pytest_collection_modifyitems(config, items):

@@ -15,15 +15,15 @@ from verl.models.settings import LoraSettings
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFEngine
 from verl.rollout.native import NativeEngine
+from verl.rollout.remote.probe import model_log_probs
+from verl.rollout.remote.settings import RemoteSettings
 from verl.rollout.vllm.engine import VLLMEngine
-from verl.rollout.vllm.probe import model_log_probs
-from verl.rollout.vllm.settings import VLLMSettings
 
 PROMPTS = ([7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17], [20])
 
 
 def engine_for(model, eos=(1,), **settings):
-    settings = VLLMSettings(**{"max_model_len": 96, "max_num_seqs": 16, **settings})
+    settings = RemoteSettings(**{"max_model_len": 96, "max_num_seqs": 16, **settings})
     return VLLMEngine(make_twin(model), make_tokenizer(), eos, settings)
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from vllm_runs import WIDE
 
 from verl.cli.main import main
-from verl.rollout.vllm.client import QUIET
+from verl.rollout.vllm.engine import QUIET
 
 PROMPTS = ("12+30=", "a b c", "7")
 TOKENS = 16

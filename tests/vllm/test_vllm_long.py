@@ -13,9 +13,9 @@ from tiny_models import make_model, make_tokenizer
 from verl.hybrid import make_twin
 from verl.rollout import Request, SamplingParams
 from verl.rollout.hf import HFEngine
+from verl.rollout.remote.probe import model_log_probs
+from verl.rollout.remote.settings import RemoteSettings
 from verl.rollout.vllm.engine import VLLMEngine
-from verl.rollout.vllm.probe import model_log_probs
-from verl.rollout.vllm.settings import VLLMSettings
 
 pytestmark = pytest.mark.skipif("VERL_VLLM_LONG" not in os.environ, reason="minutes of training: make test-vllm-long")
 STEPS = 20
@@ -34,7 +34,7 @@ WIDE = {
 @pytest.mark.parametrize("family", sorted(WIDE))
 def test_families(family):
     model = make_model(family, **WIDE[family])
-    engine = VLLMEngine(make_twin(model), make_tokenizer(), (1,), VLLMSettings(max_model_len=64, max_num_seqs=4))
+    engine = VLLMEngine(make_twin(model), make_tokenizer(), (1,), RemoteSettings(max_model_len=64, max_num_seqs=4))
     here = HFEngine(make_twin(model), make_tokenizer(), (1,))
     for round_ in range(2):
         requests = [

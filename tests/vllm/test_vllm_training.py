@@ -16,7 +16,7 @@ import verl
 from verl import notices
 from verl.errors import RolloutError
 from verl.models.loading import load_causal_lm
-from verl.rollout.vllm.client import QUIET
+from verl.rollout.vllm.engine import QUIET
 
 PROGRAM = """
 import json, sys

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.groups import Groups
-from verl.algorithms.masked import as_mask, clean
+from verl.algorithms.masked import as_mask, upcast
 from verl.algorithms.rewards_shaping import settle_rewards, usable_rows
 from verl.metrics import Metrics
 
@@ -42,14 +42,21 @@ def data_metrics(batch: Mapping[str, Any], max_prompt_length: int | None = None)
             settled = settle_rewards(batch[key], generated, score_valid=batch.get("score_valid"))
             add_spread(metrics, name, settled.sum(dim=-1)[rows])
     trainable = mask & rows.unsqueeze(-1)
-    for key in ("advantages", "returns", "values"):
-        if batch.get(key) is not None:
-            add_spread(metrics, f"critic/{key}", batch[key][trainable])
-    if batch.get("values") is not None and batch.get("returns") is not None:
-        _add_explained_variance(metrics, batch["values"][trainable], batch["returns"][trainable])
+    keys = [key for key in ("advantages", "returns", "values") if batch.get(key) is not None]
+    found = dict(zip(keys, _picked(trainable, *(batch[key] for key in keys)), strict=True))
+    for key, values in found.items():
+        add_spread(metrics, f"critic/{key}", values)
+    if "values" in found and "returns" in found:
+        _add_explained_variance(metrics, found["values"], found["returns"])
     metrics.add("reward/failed_rows", float((generated.any(dim=-1) & ~rows).sum()), reduce="sum")
     metrics.merge(length_metrics(batch, max_prompt_length))
     return metrics
+
+
+def _picked(mask: Tensor, *values: Tensor) -> list[Tensor]:
+    """``value[mask]`` of each, with one look at the mask."""
+    where = mask.flatten().nonzero().flatten()
+    return [value.flatten() if len(where) == mask.numel() else value.flatten()[where] for value in values]
 
 
 def _add_explained_variance(metrics: Metrics, values: Tensor, returns: Tensor) -> None:
@@ -138,7 +145,7 @@ def rollout_agreement(old_log_probs: Tensor, rollout_log_probs: Tensor, response
     mask = as_mask(response_mask)
     metrics = Metrics()
     metrics.add("training/rollout_probs_diff_valid", float(bool(mask.any())), reduce="min")
-    train, sampled = (clean(x.detach(), mask)[mask].exp() for x in (old_log_probs, rollout_log_probs))
+    train, sampled = (upcast(x).exp() for x in _picked(mask, old_log_probs.detach(), rollout_log_probs.detach()))
     tokens = float(train.numel())
     if not tokens:
         return metrics

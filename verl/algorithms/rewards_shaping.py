@@ -38,13 +38,15 @@ def settle_rewards(
     rewards = upcast(token_level_rewards)
     usable = usable_rows(response_mask, score_valid)
     trainable = as_mask(response_mask) & usable.unsqueeze(-1)
+    settled = rewards.masked_fill(~trainable, 0.0)
+    if bool(rewards.detach().sum().isfinite() & (rewards.count_nonzero() == settled.count_nonzero())):
+        return settled  # the usual case: all is finite, and nothing stands elsewhere
     broken = (trainable & ~rewards.isfinite()).any(dim=-1)
     if bool(broken.any()):
         row = int(broken.nonzero()[0])
         raise RewardError(
             f"row {row} has a reward that is not finite; a failed reward must be marked with score_valid=False"
         )
-    settled = rewards.masked_fill(~trainable, 0.0)
     if rewards_at_masked == "move_to_last":
         stray = rewards.masked_fill(trainable | ~usable.unsqueeze(-1) | ~rewards.isfinite(), 0.0).sum(dim=-1)
         settled = torch.where(last_token(trainable), settled + stray.unsqueeze(-1), settled)

@@ -35,7 +35,7 @@ class HybridDataflow:
 
         flow = HybridDataflow(actor_model="Qwen/Qwen2-0.5B", reward_model=score)
         flow.add(Node("length", lambda b: count(b), needs=["response_mask"], gives=["length"]), after="generate")
-        print(flow.describe())
+        print(flow.describe(gpu="RTX 3090"))
         metrics = flow.step()
     """
 
@@ -98,8 +98,16 @@ class HybridDataflow:
         """Take a node out. Raises DataflowError where another one needs what it gives."""
         return self._change(lambda flow: flow.without(name))
 
-    def describe(self) -> str:
-        """Nodes in running order, with pools, keys, state, and the seconds of the last step; and the devices."""
+    def describe(self, gpu: str | None = None) -> str:
+        """Models, device, and the nodes in running order, with pools, keys, state and seconds.
+
+        Args:
+            gpu: expect the seconds of this GPU ("RTX 3090", as ``verl plan --gpu``). None: the seconds of the last
+                step; before the first one what this machine's GPU is expected to need, if it is one that is known.
+
+        Raises:
+            ConfigError: the GPU is not known.
+        """
         config, trainer = self._runner.config, self._runner._trainer
         parts = {"actor": config.actor_rollout_ref.model.path or "the quick start's model"}
         if self._has("values"):
@@ -108,7 +116,25 @@ class HybridDataflow:
             parts["reference"] = parts["actor"]
         device = trainer.plan.choice.device.described if trainer is not None else "decided when the models are loaded"
         models = "".join(f"{role:10} {path}\n" for role, path in parts.items())
-        return f"{models}{'device':10} {device}\n{self.graph.describe()}"
+        seconds, of = self._seconds(gpu)
+        head = f"{models}{'device':10} {device}\n{'seconds':10} {of}\n"
+        return head + self.graph.describe(seconds)
+
+    def _seconds(self, gpu: str | None) -> tuple[dict[str, float], str]:
+        """Seconds by node, and what they are."""
+        if gpu is None and self.graph.timings:
+            return self.graph.timings, "of the last step"
+        from verl.trainer.planning import card, card_of, expected_seconds, imagined
+        from verl.trainer.settings import hardware_for
+
+        config = resolve(self._runner.config)
+        found = card(gpu) if gpu else None
+        choice = hardware_for(config, imagined(found) if found else None)
+        found = found or card_of(choice)
+        if found is None or config.actor_rollout_ref.model.path is None:
+            return {}, "known after the first step; describe(gpu=...) tells what a GPU is expected to need"
+        seconds = expected_seconds(config, choice, found)
+        return seconds, f"expected on {found.name} if every response is full: {sum(seconds.values()):.1f} in all"
 
     def to_mermaid(self) -> str:
         """The graph as a Mermaid flowchart."""

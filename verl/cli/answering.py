@@ -64,6 +64,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, temperature: float 
     group.add_argument(
         "--repetition_penalty", type=finite, default=1.0, metavar="X", help="of what was written (1: none)"
     )
+    group.add_argument("--min_tokens", type=int, default=0, metavar="N", help="no end before so many tokens (0)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer; may be repeated")
     group.add_argument("--seed", type=int, default=0, help="of the draws (0)")
     group.add_argument("--ignore_eos", action="store_true", help="write on beyond the end token")
@@ -83,6 +84,7 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
         top_p=arguments.top_p,
         min_p=arguments.min_p,
         repetition_penalty=arguments.repetition_penalty,
+        min_tokens=arguments.min_tokens,
         stop=tuple(text.replace("\\n", "\n").replace("\\t", "\t") for text in arguments.stop),
         ignore_eos=arguments.ignore_eos,
     )

@@ -18,7 +18,7 @@ from verl.cli.answering import (
     sampling_of,
 )
 from verl.cli.terminal import printable
-from verl.errors import DataError
+from verl.errors import DataError, RolloutError
 from verl.notices import notice
 
 if TYPE_CHECKING:
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 HELP = """/reset       forget the conversation
 /undo        take back the last question and its answer
 /system TEXT the system message from here on
-/set K=V     temperature, top_p, top_k, min_p, max_tokens or seed
+/set K=V     temperature, top_p, top_k, min_p, repetition_penalty, max_tokens, min_tokens or seed
 /quit        leave (also Ctrl-D); Ctrl-C stops an answer
 A line that ends with \\ goes on in the next one."""
 _SETTABLE = {
-    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "max_tokens": int, "seed": int,
+    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float,
+    "max_tokens": int, "min_tokens": int, "seed": int,
 }  # fmt: skip
 
 
@@ -113,7 +114,7 @@ class Chat:
         except KeyboardInterrupt:
             pieces.close()
             print(" [stopped]", flush=True)
-        except DataError as error:
+        except (DataError, RolloutError) as error:
             self.messages.pop()
             print(f"{error}. /reset forgets the conversation.", flush=True)
             return
@@ -149,14 +150,14 @@ class Chat:
         return True
 
     def _set(self, text: str) -> str:
-        from verl.errors import RolloutError
+        from verl.serving.answers import ANSWER_TOKENS
 
         key, _, value = (part.strip() for part in text.partition("="))
         if key not in _SETTABLE:
             return f"/set takes {', '.join(_SETTABLE)}, as in /set temperature=0.7"
         try:
             changed = replace(self.sampling, **{key: _SETTABLE[key](value)})
-            changed.params(changed.max_tokens or 1)
+            changed.params(changed.max_tokens or max(ANSWER_TOKENS, changed.min_tokens))
         except (ValueError, RolloutError) as error:
             return f"{key} stays {getattr(self.sampling, key)}: {error}"
         self.sampling = changed

@@ -47,7 +47,8 @@ def run_cli(command: Callable[[list[str]], int | None], argv: Sequence[str]) -> 
             return command(list(argv)) or 0
     except KeyboardInterrupt as error:
         terminated = isinstance(error, _Terminated)
-        print("terminated" if terminated else "interrupted", file=sys.stderr)
+        how, more = "terminated" if terminated else "interrupted", str(error)
+        print(f"{how} {more}".rstrip(), file=sys.stderr)
         return 143 if terminated else 130
     except BrokenPipeError:
         # The reader has gone (`verl ... | head`). Nothing more can be said, at interpreter exit neither.

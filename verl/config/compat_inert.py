@@ -53,17 +53,12 @@ _NO_OFFLOAD = "the policy's live weights stay on their device; optim.offload mov
 _CRITIC_DTYPE = "the critic computes in actor_rollout_ref.model.dtype"
 _SERVER = "a tuning knob of a serving engine, with no counterpart in the engines here"
 
-_ONE_SPLIT = "Megatron-Core cuts matrices here (tensor_model_parallel_size); other splits are not part of this version"
+_NO_SPLIT = "Megatron-Core lays models out by tensor, pipeline and context parallelism here"
 _MEGATRON_STATE = "checkpoints hold Hugging Face names, so any number of processes and any strategy reads them"
 _MEGATRON_KEYS: dict[str, Inert] = {
-    "pipeline_model_parallel_size": Inert(_ONE_SPLIT, (1,)),
-    "virtual_pipeline_model_parallel_size": Inert(_ONE_SPLIT, (1, *_OFF)),
-    "context_parallel_size": Inert(_ONE_SPLIT, (1,)),
-    "expert_model_parallel_size": Inert(_ONE_SPLIT, (1,)),
-    "expert_tensor_parallel_size": Inert(_ONE_SPLIT, (1, *_OFF)),
-    "sequence_parallel": Inert("activations between matrices are whole on every process; no result changes by it"),
-    "dynamic_context_parallel": Inert(_ONE_SPLIT, _OFF),
-    "use_distributed_optimizer": Inert("copies of the weights each keep all moments of their part"),
+    "expert_model_parallel_size": Inert("mixtures of experts have no mapping to Megatron-Core", (1,)),
+    "expert_tensor_parallel_size": Inert("mixtures of experts have no mapping to Megatron-Core", (1, *_OFF)),
+    "dynamic_context_parallel": Inert(_NO_SPLIT, _OFF),
     **dict.fromkeys(("use_mbridge", "vanilla_mbridge"), Inert("weights go to Megatron and back without a bridge")),
     **dict.fromkeys(
         ("use_dist_checkpointing", "dist_checkpointing_path", "dist_checkpointing_prefix", "load_weight"),
@@ -74,11 +69,9 @@ _MEGATRON_KEYS: dict[str, Inert] = {
         Inert("optim.offload moves masters, gradient sums and moments, and nothing else moves", _OFF),
     ),
     "override_ddp_config": Inert("gradients are summed in float32, once a step", _OFF),
-    "override_transformer_config": Inert("the model is built from its own config; see model.override_config", _OFF),
-    **{
-        f"override_transformer_config.{name}": Inert("recomputing is model.enable_gradient_checkpointing")
-        for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-    },
+    "override_transformer_config": Inert(
+        "the model is built from its own config (model.override_config) but for its recompute_* keys", _OFF
+    ),
     "override_mcore_model_config": Inert("the model is built from its own config; see model.override_config", _OFF),
     "seed": Inert("the seed of the run is trainer.seed"),
     "use_remove_padding": Inert(_PACKED),
@@ -87,7 +80,7 @@ _MEGATRON_KEYS: dict[str, Inert] = {
     "strategy": Inert("it is the role's strategy"),
     "full_determinism": Inert("it is trainer.full_determinism"),
     "use_torch_compile": Inert(_KERNELS),
-    "use_megatron_fsdp": Inert(_ONE_SPLIT, _OFF),
+    "use_megatron_fsdp": Inert(_NO_SPLIT, _OFF),
 }
 
 _ROLE_KEYS: dict[str, Inert] = {
@@ -172,6 +165,12 @@ INERT: dict[str, Inert] = {
     f"{_AR}.actor.fsdp_config.param_offload": Inert(_NO_OFFLOAD),
     **_under(f"{_AR}.actor.optim", _OPTIM_KEYS),
     **_under(f"{_AR}.ref", _ROLE_KEYS),
+    f"{_AR}.ref.megatron.use_distributed_optimizer": Inert("the reference has no optimizer"),
+    **_all(
+        "the reference has no backward pass",
+        f"{_AR}.ref.megatron.override_transformer_config",
+        "recompute_granularity recompute_method recompute_num_layers recompute_modules",
+    ),
     **_under(f"{_AR}.ref.fsdp_config", _FSDP_KEYS),
     f"{_AR}.ref.fsdp_config.optimizer_offload": Inert("the reference has no optimizer"),
     f"{_AR}.ref.fsdp_config.dtype": Inert("the reference computes in actor_rollout_ref.model.dtype"),
@@ -180,15 +179,13 @@ INERT: dict[str, Inert] = {
     f"{_AR}.rollout.logprobs_mode": Inert("log-probs are those of the temperature distribution"),
     f"{_AR}.rollout.full_determinism": Inert("it is trainer.full_determinism"),
     f"{_AR}.rollout.load_format": Inert("the rollout uses the live weights, or starts empty and takes them over"),
-    f"{_AR}.rollout.engine_kwargs.sglang": Inert("SGLang is not part of this version"),
     f"{_AR}.rollout.layered_summon": Inert("the rollout uses the live weights"),
     f"{_AR}.rollout.checkpoint_engine": Inert("the rollout uses the live weights"),
     f"{_AR}.rollout.update_weights_bucket_megabytes": Inert("the rollout uses the live weights"),
     **_all(
         _ONE_DEVICE,
         f"{_AR}.rollout",
-        "data_parallel_size expert_parallel_size pipeline_model_parallel_size "
-        "pipeline_parallel_size nnodes n_gpus_per_node",
+        "data_parallel_size expert_parallel_size pipeline_model_parallel_size pipeline_parallel_size",
     ),
     **_all(
         _SERVER,

@@ -12,7 +12,7 @@ from typing import Literal
 from verl.config.fields import copy_tree
 from verl.config.names import LABEL_LOSSES, REFERENCE_FREE
 from verl.config.presets import FAMILIES
-from verl.config.tree import Actor, Config, Critic
+from verl.config.tree import Actor, Config, Critic, Ref
 from verl.errors import ConfigError
 from verl.notices import notice
 
@@ -53,22 +53,45 @@ def resolve(config: Config) -> Config:
         role.log_prob_max_token_len_per_gpu = role.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
     if config.reward.overlong_buffer.len is None:
         config.reward.overlong_buffer.len = max(1, data.max_response_length // 5)  # DAPO: 4096 of 20480
+    _fill_correction(config)
     ref.strategy = ref.strategy or actor.strategy
     config.critic.strategy = config.critic.strategy or actor.strategy
     for role in (ref, config.critic):
         role.ulysses_sequence_parallel_size = (
             role.ulysses_sequence_parallel_size or actor.ulysses_sequence_parallel_size
         )
-    size = actor.megatron.tensor_model_parallel_size = actor.megatron.tensor_model_parallel_size or 1
-    for role in (ref, config.critic):
-        followed = size if role.strategy == "megatron" else 1
-        role.megatron.tensor_model_parallel_size = role.megatron.tensor_model_parallel_size or followed
+    for role in (actor, ref, config.critic):
+        _fill_megatron(role, actor)
     config.critic.enable = needs_critic(config)
     _fill_critic(config.critic, actor, config)
     if trainer.default_local_dir is None:
         trainer.default_local_dir = os.path.join("checkpoints", trainer.project_name, trainer.experiment_name)
     config.actor_rollout_ref.model.tokenizer_path = tokenizer_path(config)
     return config
+
+
+def _fill_correction(config: Config) -> None:
+    """Samples of older weights get truncated importance weights a token, unless something else is asked for."""
+    correction = config.algorithm.rollout_correction
+    asked = config.given("algorithm.rollout_correction.rollout_is")
+    if config.trainer.schedule == "one_step_off" and not (asked or correction.rollout_is or correction.bypass_mode):
+        correction.rollout_is = "token"
+
+
+def _fill_megatron(role: Actor | Ref | Critic, actor: Actor) -> None:
+    """How Megatron lays a role's model out; where it says nothing, as it lays out the actor's."""
+    own = role.megatron
+    followed = actor.megatron if role.strategy == "megatron" else None
+    if own.pipeline_model_parallel_size is not None:  # runs of layers belong to the pipeline
+        own.virtual_pipeline_model_parallel_size = own.virtual_pipeline_model_parallel_size or 1
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+    ):
+        size = getattr(own, name) or (followed and getattr(followed, name)) or 1
+        setattr(own, name, size)
 
 
 def _fill_actor(actor: Actor, config: Config) -> None:
@@ -156,19 +179,22 @@ def needs_old_log_probs(config: Config, *, dropout: float = 0.0) -> bool:
     if correction.bypass_mode:
         return False
     read_before = config.algorithm.use_kl_in_reward or correction.rollout_rs is not None
+    read_before = read_before or config.trainer.schedule != "sync"  # the samples are those of older weights
     return read_before or dropout > 0 or optimizer_steps_per_rollout(config) > 1
 
 
 def own_pools(config: Config) -> dict[str, tuple[int, int]]:
     """Role → (devices a node, nodes) of the roles that have devices of their own."""
+    ref, critic, rollout = config.actor_rollout_ref.ref, config.critic, config.actor_rollout_ref.rollout
     roles = {
-        "reference": (config.actor_rollout_ref.ref, needs_reference(config)),
-        "critic": (config.critic, needs_critic(config)),
+        "reference": (ref, needs_reference(config) and ref.enable_resource_pool),
+        "critic": (critic, needs_critic(config) and critic.enable_resource_pool),
+        "rollout": (rollout, config.trainer.schedule == "one_step_off" and rollout.nnodes > 0),
     }
     return {
         name: (role.n_gpus_per_node or config.trainer.n_gpus_per_node, role.nnodes)
-        for name, (role, used) in roles.items()
-        if used and role.enable_resource_pool
+        for name, (role, apart) in roles.items()
+        if apart
     }
 
 

@@ -16,6 +16,7 @@ _PPO_ONLY = (
     "algorithm.adv_estimator",
     "algorithm.norm_adv_by_std_in_grpo",
     "algorithm.filter_groups.enable",
+    "algorithm.kl_penalty",
     "algorithm.use_kl_in_reward",
     f"{_ACTOR}.use_kl_loss",
     f"{_ACTOR}.kl_loss_coef",
@@ -50,8 +51,11 @@ def family_contradictions(config: Config) -> Iterator[str]:
     if kind in _PREFERENCE:
         yield from _reference(config)
     model = config.actor_rollout_ref.model
-    if kind == "reward_model" and (model.lora_rank > 0 or model.lora_adapter_path is not None):
-        yield "actor_rollout_ref.model.lora_rank: a reward model trains all its weights, set it to 0"
+    if kind == "reward_model" and model.quantization is not None:
+        yield (
+            f"actor_rollout_ref.model.quantization={model.quantization}: the base of a reward model is not quantised "
+            "here, leave it out (model.lora_rank works)"
+        )
     if kind == "reward_model" and config.trainer.sample_prompts:
         yield "trainer.sample_prompts asks for answers, and a reward model gives none: leave it out"
     reward_model = config.reward_model
@@ -93,8 +97,9 @@ def _reference(config: Config) -> Iterator[str]:
         )
     if preference.precompute_ref_log_probs and preference.loss_type == "kto":
         yield (
-            "preference.precompute_ref_log_probs=true cannot know the mismatched answers that kto's KL asks about: "
-            "leave it out"
+            "preference.precompute_ref_log_probs=true cannot know the mismatched answers that kto's KL asks about, "
+            "which every mini-batch pairs anew: leave it out, or take a loss of labels without a KL "
+            "(apo_zero_unpaired, bco)"
         )
     if preference.sync_ref_model and preference.precompute_ref_log_probs:
         yield "preference.sync_ref_model=true changes the reference, precompute_ref_log_probs=true fixes it: keep one"

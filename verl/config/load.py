@@ -14,13 +14,15 @@ from typing import Any
 from verl.config import compat
 from verl.config.coerce import Mismatch, coerce, did_you_mean
 from verl.config.fields import Leaf, nest, put
-from verl.config.overrides import FILE, PRESET, VALUES, Setting, parse_overrides, spread
+from verl.config.names import REFERENCE_FREE
+from verl.config.overrides import FILE, PRESET, VALUES, Setting, last_of_each, parse_overrides, spread
 from verl.config.presets import FAMILIES, FAMILY_PRESETS, PRESETS
 from verl.config.suggest import near_path
 from verl.config.tree import LEAVES, Config
 from verl.errors import ConfigError
 from verl.notices import notice
 
+_KL_PENALTY, _COEFFICIENT = "algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"
 _MISSING = "???"
 """OmegaConf's mark for a value that somebody else must give."""
 
@@ -45,7 +47,7 @@ def load_config(
     problems: list[str] = []
     settings = [*_from_file(file, problems), *_from_values(values, VALUES, problems)]
     parsed, unreadable = parse_overrides(overrides)
-    settings += parsed
+    settings += last_of_each(parsed)
     problems += unreadable
     settings = _interpolate([s for s in settings if not (isinstance(s.value, str) and s.value == _MISSING)], problems)
     translated = compat.translate(settings)
@@ -54,12 +56,14 @@ def load_config(
     config = _build(chosen, problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+    of_ppo = FAMILIES.get(config.algorithm.name or "", "ppo") == "ppo"
     for text in translated.notices:
-        notice(text)
-    if FAMILIES.get(config.algorithm.name or "", "ppo") == "ppo":
+        if of_ppo or not text.startswith(f"'{_KL_PENALTY}="):  # which tells what becomes of it in PPO
+            notice(text)
+    if of_ppo:
         _kl_follows_coefficient(config)
     else:
-        _beta_follows_coefficient(config)
+        _coefficient_without_ppo(config, translated.settings)
     return config
 
 
@@ -244,18 +248,31 @@ def _kl_follows_coefficient(config: Config) -> None:
         )
 
 
-def _beta_follows_coefficient(config: Config) -> None:
-    """The KL coefficient of a PPO script is the ``beta`` of a preference loss."""
-    coefficient = config.algorithm.kl_ctrl.kl_coef
-    config.algorithm.use_kl_in_reward = False
-    if "preference" not in FAMILIES[config.algorithm.name or ""] or not config.given("algorithm.kl_ctrl.kl_coef"):
+def _coefficient_without_ppo(config: Config, settings: list[Setting]) -> None:
+    """The KL coefficient of a PPO script is the ``beta`` of a preference loss, and nothing to other families."""
+    name, beta = config.algorithm.name or "", config.preference.beta
+    numbers = {s.key: s.value for s in settings if s.source == _KL_PENALTY}  # a number in place of an estimator
+    typed = _KL_PENALTY if numbers else _COEFFICIENT
+    if not numbers and not config.given(_COEFFICIENT):
+        config.algorithm.use_kl_in_reward = False
         return
-    if config.given("preference.beta"):
-        if config.preference.beta != coefficient:
-            raise ConfigError(
-                f"algorithm.kl_ctrl.kl_coef={coefficient:g} (algorithm.kl_penalty) and "
-                f"preference.beta={config.preference.beta:g} both set the pull to the reference: give one"
+    given = {s.key for s in settings if s.source != _KL_PENALTY}
+    config.explicit = config.explicit - (set(numbers) - given)
+    config.algorithm.use_kl_in_reward = False
+    coefficient = config.algorithm.kl_ctrl.kl_coef if _COEFFICIENT in given or _COEFFICIENT in numbers else 0.0
+    if "preference" not in FAMILIES[name]:
+        notice(f"{typed} is given and not used by {name}")
+    elif coefficient == 0:
+        if config.preference.loss_type not in REFERENCE_FREE:
+            notice(
+                f"{typed}=0 switches nothing off in {name}: its pull to the reference is preference.beta, which is "
+                f"{beta:g}; {', '.join(sorted(REFERENCE_FREE))} learn without a reference"
             )
-    elif coefficient > 0:
+    elif not config.given("preference.beta"):
         config.preference.beta = coefficient
-        notice(f"the KL coefficient {coefficient:g} is the beta of {config.algorithm.name}: preference.beta")
+        notice(f"the KL coefficient {coefficient:g} is the beta of {name}: preference.beta")
+    elif beta != coefficient:
+        raise ConfigError(
+            f"algorithm.kl_ctrl.kl_coef={coefficient:g} (algorithm.kl_penalty) and preference.beta={beta:g} both set "
+            "the pull to the reference: give one"
+        )

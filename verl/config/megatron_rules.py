@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from verl.config.derived import needs_critic, needs_reference
 from verl.config.shard_rules import ranks_of
-from verl.config.tree import Config
+from verl.config.tree import Actor, Config, Critic, MegatronConfig, MegatronSplit, Ref
 
 _ACTOR, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 
@@ -20,32 +21,68 @@ def megatron_contradictions(config: Config) -> Iterator[str]:
         ("critic", config.critic, needs_critic(config), ranks_of(config.critic, config.trainer)),
     ]
     for key, role, used, ranks in roles:
-        size = role.megatron.tensor_model_parallel_size
-        if not used:
-            continue
-        if role.strategy != "megatron":
-            if size > 1:
-                yield (
-                    f"{key}.megatron.tensor_model_parallel_size={size} needs {key}.strategy=megatron, which is "
-                    f"{role.strategy}: set it, or leave the size out"
-                )
-            continue
-        if ranks == 1:
-            yield (
-                f"{key}.strategy=megatron needs more than one process, and there is 1: set trainer.n_gpus_per_node, or "
-                f"{key}.strategy=auto"
-            )
-        elif ranks % size:
-            yield (
-                f"{key}.megatron.tensor_model_parallel_size={size} does not divide its {ranks} processes: use a divisor"
-            )
-        if role.ulysses_sequence_parallel_size > 1:
-            yield (
-                f"{key}.ulysses_sequence_parallel_size={role.ulysses_sequence_parallel_size} is not possible with "
-                f"{key}.strategy=megatron, which cuts matrices and not sequences: use 1, or {key}.strategy=fsdp"
-            )
+        if used and role.strategy == "megatron":
+            yield from _split_of(key, role, ranks)
+        elif used:
+            for name, size in sizes_of(role.megatron).items():
+                if size > 1:
+                    yield (
+                        f"{key}.megatron.{name}={size} needs {key}.strategy=megatron, which is {role.strategy}: set "
+                        "it, or leave the size out"
+                    )
     if any(used and role.strategy == "megatron" for _, role, used, _ in roles):
         yield from _not_with_megatron(config)
+
+
+def sizes_of(megatron: MegatronSplit) -> dict[str, int]:
+    """The sizes of a resolved split, by key."""
+    return {
+        name: getattr(megatron, name) or 1
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+        )
+    }
+
+
+def ranks_of_copy(megatron: MegatronSplit) -> int:
+    """Processes that one copy of the weights lies over."""
+    sizes = sizes_of(megatron)
+    return math.prod(size for name, size in sizes.items() if not name.startswith("virtual"))
+
+
+def _split_of(key: str, role: Actor | Ref | Critic, ranks: int) -> Iterator[str]:
+    """What is wrong with the split of a role that Megatron computes."""
+    copy, sizes = ranks_of_copy(role.megatron), sizes_of(role.megatron)
+    if ranks == 1:
+        yield (
+            f"{key}.strategy=megatron needs more than one process, and there is 1: set trainer.n_gpus_per_node, or "
+            f"{key}.strategy=auto"
+        )
+    elif ranks % copy:
+        used = [f"{n}={s}" for n, s in sizes.items() if s > 1 and not n.startswith("virtual")]
+        yield f"{key}.megatron.{' times '.join(used)} does not divide its {ranks} processes: use a divisor"
+    runs = sizes["virtual_pipeline_model_parallel_size"]
+    if runs > 1 and sizes["pipeline_model_parallel_size"] == 1:
+        yield (
+            f"{key}.megatron.virtual_pipeline_model_parallel_size={runs} needs "
+            f"{key}.megatron.pipeline_model_parallel_size above 1: set it, or leave the virtual size out"
+        )
+    if (role.ulysses_sequence_parallel_size or 1) > 1:
+        yield (
+            f"{key}.ulysses_sequence_parallel_size={role.ulysses_sequence_parallel_size} is for sharded weights: with "
+            f"{key}.strategy=megatron it is {key}.megatron.context_parallel_size"
+        )
+    if isinstance(role.megatron, MegatronConfig):
+        override = role.megatron.override_transformer_config
+        for name in ("recompute_method", "recompute_num_layers"):
+            if getattr(override, name) is not None and override.recompute_granularity != "full":
+                yield (
+                    f"{key}.megatron.override_transformer_config.{name}={getattr(override, name)} is of whole layers: "
+                    "set recompute_granularity=full beside it, or leave it out"
+                )
 
 
 def _not_with_megatron(config: Config) -> Iterator[str]:

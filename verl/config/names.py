@@ -80,6 +80,7 @@ QUANTIZATIONS = ("nf4", "int8")
 STRATEGIES = ("auto", "torch", "fsdp", "megatron")
 _STRATEGY_ALIASES = {"fsdp2": "fsdp", "fsdp1": "fsdp", "dp": "torch", "ddp": "torch"}
 """``strategy``: every process has all weights, a shard of them, or a part of every matrix."""
+RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm")
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
 TRUNCATIONS = ("error", "left", "right", "middle", "keep_start", "keep_end")
 LOGGERS = ("console", "jsonl", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml")

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.fields import Leaf
+from verl.errors import ConfigError
+from verl.notices import notice
 
 PRESET, FILE, VALUES, OVERRIDES = range(4)
 """Layers, weakest first."""
@@ -106,6 +108,64 @@ def spread(value: Any, key: str = "", leaves: Mapping[str, Leaf] | None = None) 
     ]
 
 
+def last_of_each(settings: Iterable[Setting]) -> list[Setting]:
+    """Of a key that is given again the last value, as Hydra takes it, with a notice of both; mappings are merged later.
+
+    ``~key`` takes back what was said of it, so that giving it again after that is no surprise.
+    """
+    kept: list[Setting] = []
+    latest: dict[str, Setting] = {}
+    said: dict[str, str] = {}
+    for setting in settings:
+        if setting.delete:
+            latest, said = (
+                {key: value for key, value in known.items() if not f"{key}.".startswith(f"{setting.key}.")}
+                for known in (latest, said)
+            )
+        else:
+            _tell_of_repeats(setting, said)
+            before = latest.get(setting.key)
+            if before is not None and not isinstance(before.value, Mapping):
+                kept = [s for s in kept if s is not before]
+            latest[setting.key] = setting
+        kept.append(setting)
+    return kept
+
+
+def _tell_of_repeats(setting: Setting, said: dict[str, str]) -> None:
+    for key, value in spread(setting.value, setting.key, {}):
+        now = str(value) if setting.text is None or key != setting.key else setting.text
+        before = said.get(key, now)
+        if before != now:
+            notice(f"{key} is given twice, as {before} and as {now}: the last one counts, {now}")
+        said[key] = now
+
+
+ALGORITHM_KEYS = ("algorithm.name", "algorithm", "preset")
+
+
+def algorithm_given(arguments: Iterable[str]) -> tuple[str, Any] | None:
+    """The last override that names an algorithm, as (key, name); None where none does."""
+    pairs = [text for text in arguments if "=" in text]
+    named = [text for text in pairs if text.lstrip("+").partition("=")[0].strip() in ALGORITHM_KEYS]
+    found = [setting for setting in parse_overrides(named)[0] if setting.key in ALGORITHM_KEYS]
+    return (found[-1].key, found[-1].value) if found else None
+
+
 def with_algorithm(arguments: Iterable[str]) -> list[str]:
-    """Overrides in which a bare word, such as ``dpo``, is ``algorithm.name=dpo``."""
-    return [text if "=" in text or text.startswith("~") else f"algorithm.name={text}" for text in arguments]
+    """Overrides in which a bare word, such as ``dpo``, is ``algorithm.name=dpo``.
+
+    Raises:
+        ConfigError: there are two words, or an override names another algorithm.
+    """
+    arguments = list(arguments)
+    words = [text for text in arguments if "=" not in text and not text.startswith("~")]
+    if not words:
+        return arguments
+    given = algorithm_given(arguments)
+    others = [word for word in words if word != words[0]]
+    if given is not None and given[1] != words[0]:
+        others.append(f"{given[0]}={given[1]}")
+    if others:
+        raise ConfigError(f"'{words[0]}' and '{others[0]}' name two algorithms: give one of them")
+    return [f"algorithm.name={text}" if text in words else text for text in arguments]

@@ -28,6 +28,8 @@ verl train data.train_files=train.parquet actor_rollout_ref.model.path=my/model 
   goes into quotes: `"key='a, b'"`. Several values for one key (a sweep) are an error.
 * `~` and `$NAME` are expanded in files and folders.
 * A stronger source wins, whatever the spelling. Within one source, two spellings of one option must agree.
+  A key that is given twice on one command line takes the last value, with a notice of both.
+* `verl train dpo` is `algorithm.name=dpo`; a word and a key that name different algorithms are an error.
 * An unknown key, a value of the wrong type and a contradiction are errors; all are reported at once.
 * Where the default is not that of ByteDance's verl, the other one stands in the column "verl".
 """

@@ -12,7 +12,7 @@ from verl.config import names
 from verl.config.derived import family, generates, max_sequence_length, needs_critic, processes
 from verl.config.family_rules import family_advice, family_contradictions
 from verl.config.megatron_rules import megatron_contradictions
-from verl.config.scale_rules import scale_advice, scale_contradictions
+from verl.config.scale_rules import scale_advice, scale_contradictions, schedule_contradictions
 from verl.config.shard_rules import shard_contradictions
 from verl.config.tree import Config
 
@@ -33,6 +33,7 @@ def contradictions(config: Config, *, has_validation: bool) -> Iterator[str]:
     yield from _server(config)
     yield from family_contradictions(config)
     yield from scale_contradictions(config)
+    yield from schedule_contradictions(config)
     yield from shard_contradictions(config)
     yield from megatron_contradictions(config)
     yield from _run(config, has_validation)
@@ -52,6 +53,11 @@ def _batches(config: Config) -> Iterator[str]:
     filters = config.algorithm.filter_groups
     if filters.enable and config.actor_rollout_ref.rollout.n < 2:
         yield f"algorithm.filter_groups.enable needs {_ROLLOUT}.n above 1: a group of one answer never differs"
+    if filters.enable and filters.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.filter_groups.metric=seq_final_reward has the KL in it, and that is computed for the groups "
+            f"that were chosen: take metric=seq_reward, or the KL in the loss ({_ACTOR}.use_kl_loss=true)"
+        )
     if config.data.train_max_samples == 0:
         yield "data.train_max_samples=0 leaves no training data: use -1 for all rows"
 
@@ -162,11 +168,6 @@ def _pairs(config: Config) -> Iterator[str]:
 
 def _server(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "sglang":
-        yield (
-            f"{_ROLLOUT}.name=sglang: this version has no SGLang engine, as SGLang has no wheels for CPUs and could "
-            "not be tested; use vllm, vllm_server or native"
-        )
     if rollout.name == "vllm_server" and not rollout.server_url:
         yield f"{_ROLLOUT}.name=vllm_server needs {_ROLLOUT}.server_url, the address of the server"
     if rollout.server_url and rollout.name != "vllm_server":

@@ -40,12 +40,31 @@ def shard_contradictions(config: Config) -> Iterator[str]:
                 f"{key}.optim.optimizer={optimizer} does not treat each weight by itself, so it cannot work on shards: "
                 f"use AdamW or SGD, or {key}.strategy=torch"
             )
-    if policy.rollout.tensor_model_parallel_size > 1 and policy.rollout.name in ("native", "hf"):
-        yield (
-            f"{_ROLLOUT}.tensor_model_parallel_size={policy.rollout.tensor_model_parallel_size} with {_ROLLOUT}.name="
-            f"{policy.rollout.name}: every process generates with all weights here; only vLLM splits a model, so use 1 "
-            f"or {_ROLLOUT}.name=vllm"
+    yield from _rollout_split(config)
+
+
+def _rollout_split(config: Config) -> Iterator[str]:
+    """What is wrong with a rollout in which several processes share the model, or nothing where vLLM shares it."""
+    policy, ranks = config.actor_rollout_ref, ranks_of(config.trainer, config.trainer)
+    size, engine, actor = policy.rollout.tensor_model_parallel_size, policy.rollout.name, policy.actor
+    if size == 1 or engine not in ("auto", "native", "hf") or config.trainer.schedule == "one_step_off":
+        return
+    key = f"{_ROLLOUT}.tensor_model_parallel_size={size}"
+    if engine == "hf":
+        yield f"{key} with {_ROLLOUT}.name=hf: that engine splits no model, so use 1, or {_ROLLOUT}.name=native"
+    elif ranks == 1:
+        yield f"{key} needs more processes that share the model: set trainer.n_gpus_per_node, or use 1"
+    elif ranks % size:
+        yield f"{key} does not divide the {ranks} processes of the policy: use a divisor"
+    elif actor.strategy == "torch":
+        yield f"{key} needs weights that are spread over the processes: set {_ACTOR}.strategy=auto, or use 1"
+    elif actor.strategy == "auto" and (actor.optim.optimizer not in ("AdamW", "SGD") or policy.model.quantization):
+        kept = (
+            f"{_ACTOR}.optim.optimizer={actor.optim.optimizer}"
+            if not policy.model.quantization
+            else f"actor_rollout_ref.model.quantization={policy.model.quantization}"
         )
+        yield f"{key} needs weights that are spread over the processes, and {kept} keeps them whole: use 1, or leave it"
 
 
 def _advice(role, ranks: int) -> str:

@@ -123,11 +123,25 @@ def _warmup(work: Conversion, value: Any) -> None:
 
 def _schedule(work: Conversion, value: Any) -> None:
     known = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"}
+    known |= {"cosine_with_min_lr": "cosine"}
     name = str(getattr(value, "value", value))
     if name in known:
         work.put(f"{OPTIM}.lr_scheduler_type", known[name])
     else:
         work.result.dropped.append(f"lr_scheduler_type={name}: there are {', '.join(sorted(set(known.values())))}")
+
+
+def _schedule_settings(work: Conversion, value: Any) -> None:
+    """The entries of ``lr_scheduler_kwargs``: a lowest rate, relative or not, and the cosine's periods."""
+    for name, setting in (value or {}).items():
+        if name == "min_lr_rate":
+            work.put(f"{OPTIM}.min_lr_ratio", setting)
+        elif name == "min_lr" and work.value("learning_rate"):
+            work.put(f"{OPTIM}.min_lr_ratio", setting / work.value("learning_rate"), f"min_lr={setting}")
+        elif name == "num_cycles":
+            work.put(f"{OPTIM}.num_cycles", setting)
+        else:
+            work.result.dropped.append(f"lr_scheduler_kwargs.{name}={setting}: a schedule here has no such setting")
 
 
 def _optimizer(work: Conversion, value: Any) -> None:
@@ -271,7 +285,7 @@ RULES: dict[str, Rule] = {
     "lr_scheduler_type": _schedule,
     "warmup_ratio": f"{OPTIM}.lr_warmup_steps_ratio",
     "warmup_steps": _warmup,
-    "lr_scheduler_kwargs": No("a schedule has min_lr_ratio and num_cycles here, under actor.optim", (None, {})),
+    "lr_scheduler_kwargs": _schedule_settings,
     "weight_decay": f"{OPTIM}.weight_decay",
     "adam_beta1": _betas,
     "adam_beta2": _betas,
@@ -297,7 +311,7 @@ RULES: dict[str, Rule] = {
     "top_p": f"{POLICY}.rollout.top_p",
     "top_k": f"{POLICY}.rollout.top_k",
     "min_p": lambda work, value: work.put(f"{POLICY}.rollout.min_p", value or 0.0),
-    "repetition_penalty": No("sampling has no repetition penalty here", (None, 1, 1.0)),
+    "repetition_penalty": f"{POLICY}.rollout.repetition_penalty",
     "generation_kwargs": No("give its entries under actor_rollout_ref.rollout", (None, {})),
     "use_vllm": _engine,
     "vllm_mode": lambda work, value: None,

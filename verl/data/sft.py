@@ -11,9 +11,14 @@ instruction and output  the output (Alpaca; ``input`` is put under the instructi
 instruction, response   the response (dolly; ``context`` is put under the instruction)
 ``text``                every token
 ======================  ==================================================================================
+
+Prompts with answers and a boolean ``label`` are data for KTO, where false marks an answer that is not wanted: such a
+row is no row to learn.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from verl.data.conversation import Encoded, RowProblem
 from verl.data.messages import Prompt, check_messages
@@ -53,6 +58,12 @@ class SFTDataset(SequenceDataset):
         tools = self.tools(row, where)
         if kind == "messages":
             return self.template.encode_conversation(check_messages(row.get(column), where), where, tools=tools)
+        if kind == "prompt" and isinstance(row.get("label"), bool | np.bool_) and not row["label"]:
+            raise RowProblem(
+                "labelled false",
+                f"{where}: label is false, which marks an answer that is not wanted, and SFT would learn it (kto "
+                "learns from both labels; without the column 'label' every row is learned)",
+            )
         answer = read_answer(row, column, where)
         if isinstance(answer, str) and not answer.strip():
             raise RowProblem("empty completion", f"{where}: column '{column}' is empty, so there is nothing to learn")

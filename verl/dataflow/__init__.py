@@ -6,6 +6,7 @@
 - ``executor.py``     calling nodes, barriers, the serial executor; ``stream.py``: the concurrent one
 - ``failures.py``     how an error in a node reaches the caller
 - ``loop.py``         run a flow again and again within a step
+- ``ahead.py``        OneStepOff: the first half of the next step beside the second half of this one
 - ``flow.py``         Dataflow; ``flowset.py``: the named flows of a run; ``describe.py``: table and Mermaid
 
 ``HybridDataflow`` is the user's door, under the name by which the documents import it. It builds on the trainer, far
@@ -15,6 +16,7 @@ above this room, so it is looked up only when asked for; nothing in this room us
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from verl.dataflow.ahead import OneStepOff
 from verl.dataflow.executor import StepResult
 from verl.dataflow.failures import NodeError
 from verl.dataflow.flow import Dataflow
@@ -33,6 +35,7 @@ __all__ = [
     "Loop",
     "Node",
     "NodeError",
+    "OneStepOff",
     "Relation",
     "StepResult",
     "aggregate",

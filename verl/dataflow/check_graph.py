@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from verl.dataflow.ahead import ahead_problems
 from verl.dataflow.graph import build_plan, frame_makers, row_frames
 from verl.dataflow.node import FRAMES, STEP, Key, Node, nearest
 from verl.errors import DataflowError
@@ -35,6 +36,7 @@ def all_problems(flow: Dataflow, outputs: Sequence[Key], steps: Iterable[int] | 
     if not found:
         try:
             build_plan(nodes, flow.inputs)
+            found += ahead_problems(flow)
         except DataflowError as error:
             found.append(str(error))
     return found + _phase_problems(nodes, flow.input_keys, outputs, PROBE_STEPS if steps is None else steps)

@@ -41,6 +41,8 @@ def _notes(node: Step, plan: Plan) -> str:
         notes.append(f"streams from {', '.join(sorted(plan.streams[node.name]))}")
     if callable(node.when):
         notes.append("at some steps")
+    if node.ahead:
+        notes.append("runs ahead of the step before")
     if not isinstance(node, Node):
         wanted = f"{node.take} groups" if node.take is not None else "until enough"
         notes.append(f"{wanted}, at most {node.limit} draws, then {node.on_limit}; surplus: {node.carry}")

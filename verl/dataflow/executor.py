@@ -42,6 +42,7 @@ class StepResult:
     timings: dict[str, float]  # node -> seconds in which a call of it was in progress
     spans: list[Span]  # one for every call
     read: dict[str, dict[str, int]]  # node -> state -> the version it read
+    lag: int | None = None  # versions between making the rows and using them, where a schedule makes them ahead
 
     def __getitem__(self, frame: str) -> DataProto:
         return self.frames[frame]

@@ -174,9 +174,7 @@ class Dataflow:
         """
         if not self._checked:
             self.validate()
-        self._begun[step] = dict(self.versions)
-        keep = max(self.staleness.values(), default=0) + 2
-        self._begun = dict(sorted(self._begun.items())[-keep:])
+        self.note_begin(step)
         floor = {state: self._floor(state, step) for state in self.state}
         result = self.start(batch, step, executor, versions=self.versions, floor=floor, on_event=on_event)
         self.timings = dict(result.timings)
@@ -242,6 +240,16 @@ class Dataflow:
 
     # ---- versions and resume -------------------------------------------------------------------------------------
 
+    def note_begin(self, step: int) -> None:
+        """Step ``step`` begins with the present versions: what :meth:`check_staleness` measures by."""
+        self._begun[step] = dict(self.versions)
+        keep = max(self.staleness.values(), default=0) + 2
+        self._begun = dict(sorted(self._begun.items())[-keep:])
+
+    def load_begun(self, begun: Mapping[Any, Mapping[str, int]]) -> None:
+        """Take over the versions with which recent steps began, as ``state_dict()["begun"]`` gives them."""
+        self._begun = {int(step): dict(versions) for step, versions in begun.items()}
+
     def _floor(self, state: str, step: int) -> int:
         """The version of ``state`` when step ``step - staleness`` began (or the oldest step that is known)."""
         if not self._begun:
@@ -276,6 +284,6 @@ class Dataflow:
                 f"the checkpoint has saved rows of the loop {lost[0]!r}, which flow {self.name!r} lacks"
             )
         self.versions.update(state["versions"])
-        self._begun = {int(step): dict(versions) for step, versions in state["begun"].items()}
+        self.load_begun(state["begun"])
         for name, saved in state["loops"].items():
             self.loops[name].load_state_dict(saved)

@@ -71,9 +71,10 @@ class Loop:
             ``"drop"``: dropped and counted. Saved rows were made with older weights, so the flow must declare the
             staleness it bears; saved groups that grew older are dropped and counted.
         take: how many groups are wanted; None takes all.
-        on_limit: when the limit or the end of the source comes first: ``"error"``, or ``"short"``: go on with fewer
-            groups and a notice.
-        when: as for a Node.
+        on_limit: when the limit or the end of the source comes first: ``"error"``, or ``"smaller"``: go on with
+            fewer groups and a notice.
+        remedy: what the error tells the user to do, in the words of the options that they have.
+        when, ahead: as for a Node.
     """
 
     per_row = False
@@ -93,9 +94,12 @@ class Loop:
         take: int | None = None,
         on_limit: str = "error",
         when: bool | Callable[[int], bool] | None = None,
+        ahead: bool = False,
+        remedy: str = "raise limit, draw larger batches, filter less, or set on_limit='smaller' to go on with fewer",
     ) -> None:
         self.name, self.body, self.source, self.until, self.limit = name, body, source, until, limit
         self.gives, self.carry, self.take, self.on_limit, self.when = tuple(gives), carry, take, on_limit, when
+        self.ahead, self.remedy = ahead, remedy
         self._saved = _Pile()
         self._left = self._saved  # what is saved once the step is committed
 
@@ -140,7 +144,7 @@ class Loop:
                 found.append(f"{who}: {what} must be a whole number of at least 1, not {value!r}")
         for what, value, allowed in (
             ("carry", self.carry, ("save", "drop")),
-            ("on_limit", self.on_limit, ("error", "short")),
+            ("on_limit", self.on_limit, ("error", "smaller")),
         ):
             if value not in allowed:
                 found.append(f"{who}: {what} is {value!r}; it is one of {', '.join(map(repr, allowed))}")
@@ -248,9 +252,8 @@ class Loop:
         have = f"{len(pile.versions)} groups" + (f" of {self.take}" if self.take is not None else "")
         if self.on_limit == "error" or not pile.versions:
             raise DataflowError(
-                f"loop {self.name!r} (frame 'prompt') has {have} {reason} in step {run.store.step}: raise limit, "
-                "draw larger batches, filter less"
-                + ("" if self.on_limit == "short" else ", or set on_limit='short' to go on with fewer")
+                f"loop {self.name!r} (frame 'prompt') has {have} {reason} in step {run.store.step}: "
+                + (self.remedy if self.on_limit == "error" else "no group is left to go on with; filter less")
             )
         notice(f"step {run.store.step}: loop {self.name!r} has {have} {reason}; going on with a smaller batch")
 

@@ -100,6 +100,7 @@ class Node:
         when: None or True (on), False (left out), or a pure function of the global step.
         params: further keyword arguments of ``call``.
         rename: ``{name in the call: key in the graph}``, for needs and gives, so that one method serves twice.
+        ahead: it may run while the step before is being finished, see :class:`verl.dataflow.ahead.OneStepOff`.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Node:
     when: bool | Callable[[int], bool] | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     rename: Mapping[str, str] = field(default_factory=dict)
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         relation = Relation(self.relation) if isinstance(self.relation, str) else self.relation

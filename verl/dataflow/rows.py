@@ -71,7 +71,7 @@ def natural(row_id: str, uid: str) -> tuple:
 
 def take(values: Values, index: Sequence[int]) -> Values:
     """Rows ``index`` of a column; the column itself, uncopied, when that is all of it in order."""
-    if len(index) == len(values) and all(i == j for i, j in enumerate(index)):
+    if len(index) == len(values) and list(index) == list(range(len(index))):
         return values
     if isinstance(values, torch.Tensor):
         return values[torch.as_tensor(index, dtype=torch.long, device=values.device)]

@@ -5,7 +5,7 @@
 | CUDA 8.0 and newer | bfloat16, float32 masters | varlen flash, flash-attn, else SDPA | yes | yes |
 | CUDA 7.x | float16 with loss scaling, else float32 | SDPA | yes | yes |
 | CUDA below 7 (Tesla P40) | float32 | SDPA | no | yes |
-| CPU with AMX | bfloat16, float32 masters | SDPA | no | no |
+| CPU with AMX, or with AVX512-bf16 and not Intel's | bfloat16, float32 masters | SDPA | no | no |
 | other CPU, MPS | float32 | SDPA | no | no |
 """
 
@@ -21,6 +21,8 @@ ATTENTIONS = ("varlen", "flash_attn", "sdpa", "eager")
 ENGINES = ("native", "hf", "vllm", "vllm_server", "sglang")
 VLLM_OLDEST = (0, 24)
 """The oldest vLLM that rollouts were run with."""
+SGLANG_OLDEST = (0, 5, 23)
+"""The oldest SGLang whose weight updates are those that rollouts call."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Catalogue:
     loss_scaling: bool
 
 
-CATALOGUE = Catalogue(rollout_engines=("native", "hf", "vllm", "vllm_server"), attentions=ATTENTIONS, loss_scaling=True)
+CATALOGUE = Catalogue(
+    rollout_engines=("native", "hf", "vllm", "vllm_server", "sglang"), attentions=ATTENTIONS, loss_scaling=True
+)
 """The one place to say that a part exists: a new rollout engine, attention or loss scaling adds a word here."""
 
 
@@ -147,9 +151,10 @@ def _choose_dtype(device: Device, catalogue: Catalogue) -> tuple[str, str]:
             return "float16", "compute capability 7.x has no bfloat16 but fast float16; losses are scaled"
         return "float32", "below compute capability 8.0 there is no bfloat16, and float32 is exact enough without care"
     if device.kind == "cpu" and device.has_fast_bfloat16_cpu:
-        return "bfloat16", "this CPU multiplies bfloat16 in AMX tiles"
+        how = "in AMX tiles" if "amx_bf16" in device.cpu_flags else "with AVX512-bf16, about twice as fast as float32"
+        return "bfloat16", f"this CPU multiplies bfloat16 {how}"
     if device.kind == "cpu" and device.has_bfloat16_cpu:
-        return "float32", "this CPU has AVX512-bf16 without AMX, whose bfloat16 products are slower than float32"
+        return "float32", "an Intel CPU with AVX512-bf16 but no AMX, whose bfloat16 products are slower than float32"
     if device.kind == "cpu":
         return "float32", "this CPU has no bfloat16 instructions (AMX or AVX512-bf16)"
     return "float32", "the dtype that every Apple GPU and torch version computes reliably"
@@ -201,11 +206,8 @@ def _lacking(device: Device, torch_version: str, packages: Collection[str], cata
         elif name == "vllm":
             if why := _vllm_lack(device, packages):
                 lacks[f"rollout_engine.{name}"] = why
-        elif name == "sglang":
-            if device.capability is None or device.capability < (7, 0):
-                lacks[f"rollout_engine.{name}"] = "it needs a GPU of compute capability 7.0 or newer"
-            elif name not in packages:
-                lacks[f"rollout_engine.{name}"] = f"the package is not installed (pip install {name})"
+        elif name == "sglang" and (why := _sglang_lack(device, packages)):
+            lacks[f"rollout_engine.{name}"] = why
     return lacks
 
 
@@ -220,6 +222,19 @@ def _vllm_lack(device: Device, packages: Collection[str]) -> str | None:
     version = packages[name] if isinstance(packages, Mapping) else None
     if version is not None and version_tuple(version) < VLLM_OLDEST:
         return f"{name} {version} is too old (pip install '{name}>={'.'.join(map(str, VLLM_OLDEST))}')"
+    return None
+
+
+def _sglang_lack(device: Device, packages: Collection[str]) -> str | None:
+    if device.capability is not None and device.capability < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or newer"
+    if device.kind == "mps":
+        return "it does not run on Apple GPUs here"
+    if "sglang" not in packages:
+        return "the package is not installed (pip install sglang)"
+    version = packages["sglang"] if isinstance(packages, Mapping) else None
+    if version is not None and version_tuple(version, len(SGLANG_OLDEST)) < SGLANG_OLDEST:
+        return f"sglang {version} is too old (pip install 'sglang>={'.'.join(map(str, SGLANG_OLDEST))}')"
     return None
 
 

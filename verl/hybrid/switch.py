@@ -12,17 +12,28 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from verl.comm import TorchDistComm
+from verl.errors import ConfigError, ModelError, TrainingError
+from verl.hybrid.split_twin import split_twin
 from verl.hybrid.twin import make_twin
 from verl.metrics import Metrics
+from verl.models.backbone import hidden_states, probe_batch, probe_tolerance
+from verl.models.cuts import Cuts
 from verl.models.loading import building_models
 from verl.rollout.base import RolloutEngine
+from verl.rollout.lockstep import LockstepEngine
 from verl.train_engine.base import TrainEngine
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from verl.hybrid.arena import WeightArena
     from verl.train_engine.spread import SpreadModule
 
+SIZE_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 MakeEngine = Callable[[PreTrainedModel], RolloutEngine]
 
 
@@ -72,8 +83,20 @@ class OneDeviceHybrid:
             self.switch_seconds = time.perf_counter() - started
 
     def take_metrics(self) -> Metrics:
-        """What the last switch took, once; nothing where nothing is moved."""
-        return Metrics()
+        """``timing_s/reshard``, once: seconds of the slowest rank to switch to rollout, and back from the one before.
+
+        On one device that is what the engine does about new weights (vLLM takes them over, a cache is forgotten); over
+        several ranks it is the gathering too.
+        """
+        metrics = Metrics()
+        if self.switch_seconds:
+            metrics.add("timing_s/reshard", self.switch_seconds, reduce="max")
+            self.switch_seconds = 0.0
+        return metrics
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
 
     def _enter(self) -> None:
         """Let the twin's weights be the current ones."""
@@ -93,14 +116,17 @@ class ShardedHybrid(OneDeviceHybrid):
     def __init__(
         self, model: PreTrainedModel, sharded: SpreadModule, make_engine: MakeEngine, version: Callable[[], int]
     ):
-        from verl.hybrid.arena import WeightArena
-
         self.sharded = sharded
-        self.arena = WeightArena(sharded)
+        self.arena = self._make_arena(model)
         self.arena.fill()  # the engine tries the twin out
         self._filled_version = -1
         super().__init__(model, make_engine, version)
         self.arena.give_back()
+
+    def _make_arena(self, model: PreTrainedModel) -> WeightArena:
+        from verl.hybrid.arena import WeightArena
+
+        return WeightArena(self.sharded)
 
     def _make_twin(self, model: PreTrainedModel) -> PreTrainedModel:
         return make_twin(model, dtype=self.sharded.live_dtype, parameters=self.arena.parameters)
@@ -116,17 +142,98 @@ class ShardedHybrid(OneDeviceHybrid):
     def _leave(self) -> None:
         self.arena.give_back()
 
-    def take_metrics(self) -> Metrics:
-        """``timing_s/reshard``: seconds of the slowest rank to gather the weights, and before that to free them."""
-        metrics = Metrics()
-        if self.switch_seconds:
-            metrics.add("timing_s/reshard", self.switch_seconds, reduce="max")
-            self.switch_seconds = 0.0
-        return metrics
+
+class SplitHybrid(ShardedHybrid):
+    """A training model that is spread over ranks, and rollout twins of which each ``size`` neighbouring ranks hold one
+    together (tensor parallelism). They generate the rows of all of them, and each gives back its own.
+
+    Leaving waits for the other ranks of the group to be done.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sharded: SpreadModule,
+        make_engine: MakeEngine,
+        version: Callable[[], int],
+        size: int,
+    ):
+        self.size = size
+        self.group = _neighbours(sharded, size)
+
+        def together(twin: PreTrainedModel) -> RolloutEngine:
+            return LockstepEngine(make_engine(twin), TorchDistComm(self.group))
+
+        super().__init__(model, sharded, together, version)
+
+    def _make_arena(self, model: PreTrainedModel) -> WeightArena:
+        from verl.hybrid.arena import WeightArena
+
+        try:
+            self.cuts = Cuts(model, self.size)
+        except ModelError as error:
+            raise ConfigError(f"{SIZE_KEY}={self.size} is not possible: {error}") from error
+        return WeightArena(self.sharded, self.cuts)
+
+    def _make_twin(self, model: PreTrainedModel) -> PreTrainedModel:
+        twin = super()._make_twin(model)
+        split_twin(twin, self.cuts, self.group)
+        self._compare(model, twin)
+        return twin
+
+    @torch.no_grad()
+    def _compare(self, model: PreTrainedModel, twin: PreTrainedModel) -> None:
+        """The parts must compute what the whole model computes."""
+        device, vocabulary = self.sharded.device, model.config.get_text_config().vocab_size
+        probe = probe_batch(device, vocabulary)
+        [whole] = self.sharded.settle([self.sharded.infer(lambda: {"probe": hidden_states(model, probe)})])
+        ids = probe.input_ids[:, -8:]  # the sequence of its own
+        found = twin.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        if whole is None:
+            raise TrainingError(f"Out of memory on {device} in the first pass: take a smaller model, or more devices.")
+        expected = whole["probe"].to(device)
+        error = float((found - expected[-8:]).abs().max() / expected[-8:].abs().max().clamp_min(1e-6))
+        if not error < probe_tolerance(expected.dtype):
+            raise ConfigError(
+                f"{SIZE_KEY}={self.size} is not possible: the parts of {type(model).__name__} compute other hidden "
+                f"states than the whole (relative difference {error:.1e}); use 1."
+            )
 
 
-def make_hybrid(model: PreTrainedModel, engine: TrainEngine, make_engine: MakeEngine) -> OneDeviceHybrid:
-    """The switch for the weights that ``engine`` trains. With sharded weights all ranks call this together."""
-    if engine.lockstep is None:
+def _neighbours(sharded: SpreadModule, size: int) -> ProcessGroup:
+    """The group of this rank among groups of ``size`` neighbouring ranks. All ranks call this together.
+
+    Raises:
+        ConfigError: the ranks do not divide into such groups.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    world = sharded.comm.world_size
+    if world % size:
+        raise ConfigError(f"{SIZE_KEY}={size} does not divide the {world} processes of the policy: use a divisor.")
+    ranks = torch.tensor(dist.get_process_group_ranks(sharded.comm.group)).view(world // size, size)
+    return DeviceMesh(sharded.device.type, ranks, mesh_dim_names=("replica", "part")).get_group("part")
+
+
+def make_hybrid(
+    model: PreTrainedModel, engine: TrainEngine, make_engine: MakeEngine, tensor_size: int = 1
+) -> OneDeviceHybrid:
+    """The switch for the weights that ``engine`` trains. With sharded weights all ranks call this together.
+
+    Args:
+        tensor_size: neighbouring ranks that generate together, each with its part of the weights.
+
+    Raises:
+        ConfigError: the weights are not spread over the ranks, or the model cannot be cut so.
+    """
+    spread = engine.lockstep
+    if tensor_size > 1:
+        if spread is None:
+            raise ConfigError(
+                f"{SIZE_KEY}={tensor_size} needs weights that are spread over processes "
+                "(actor_rollout_ref.actor.strategy=fsdp with trainer.n_gpus_per_node above 1); use 1."
+            )
+        return SplitHybrid(model, spread, make_engine, lambda: engine.version, tensor_size)
+    if spread is None:
         return OneDeviceHybrid(model, make_engine, lambda: engine.version)
-    return ShardedHybrid(model, engine.lockstep, make_engine, lambda: engine.version)
+    return ShardedHybrid(model, spread, make_engine, lambda: engine.version)

@@ -27,8 +27,13 @@ def may_share_prompts(model: PreTrainedModel) -> bool:
     """Whether the responses to a prompt may use one computation of it: not if dropout would draw one mask for all of
     them, nor if a router's loss counts each token that the model sees."""
     config = model.config.get_text_config()
-    dropout = model.training and any(getattr(config, name, None) for name in DROPOUT_NAMES)
-    return not dropout and not getattr(config, "output_router_logits", False)
+    return not (model.training and has_dropout(model)) and not getattr(config, "output_router_logits", False)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a policy or value model draws random numbers in training."""
+    config = getattr(model, "model", model).config if not isinstance(model, PreTrainedModel) else model.config
+    return any(getattr(config.get_text_config(), name, None) for name in DROPOUT_NAMES)
 
 
 def runs_packed(model: PreTrainedModel) -> bool:

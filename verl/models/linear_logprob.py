@@ -15,8 +15,10 @@ import importlib.util
 
 import torch
 
+from verl.hardware.launching import launches, or_without
 from verl.models.host_linear import product
 
+KERNELS = "log-probs"
 CHUNK_ELEMENTS = 32 * 1024 * 1024  # logits at a time: 128 MB in fp32
 CHUNK_ELEMENTS_KERNEL = 512 * 1024 * 1024  # with the kernels they exist in half precision only: 1 GB
 KEPT_BYTES_CPU = 1 << 30
@@ -31,7 +33,8 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _kernels_for(hidden: torch.Tensor) -> bool:
-    return hidden.dtype in (torch.bfloat16, torch.float16) and _has_kernels(hidden.device)
+    half = hidden.dtype in (torch.bfloat16, torch.float16)
+    return half and _has_kernels(hidden.device) and launches(KERNELS, hidden.device)
 
 
 @functools.cache
@@ -99,9 +102,17 @@ def _chunk_backward(logits, target, normaliser, entropy, grad_log_prob, grad_ent
     return _uncap_(grad, logits, softcap, temperature)
 
 
+def _with_kernels(device: torch.device, work):
+    return or_without(KERNELS, device, work, instead="torch's own operations compute them")
+
+
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, softcap, temperature, with_entropy, keep):
+    def forward(ctx, hidden, *others):
+        return _with_kernels(hidden.device, lambda: _LinearLogProb._forward(ctx, hidden, *others))
+
+    @staticmethod
+    def _forward(ctx, hidden, weight, bias, target, softcap, temperature, with_entropy, keep):
         n, vocabulary = hidden.shape[0], weight.shape[0]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_prob, normaliser = hidden.new_empty(2, n, dtype=wide).unbind(0)
@@ -124,7 +135,7 @@ class _LinearLogProb(torch.autograd.Function):
                 if kept is not None:
                     kept[s] = delta
         ctx.save_for_backward(hidden, weight, bias, target, normaliser, entropy, kept)
-        ctx.settings = softcap, temperature, with_entropy, chunk, kernels
+        ctx.settings = softcap, temperature, with_entropy
         ctx.set_materialize_grads(False)
         return log_prob, entropy
 
@@ -140,7 +151,8 @@ class _LinearLogProb(torch.autograd.Function):
             assert grad_entropy is None, "the entropy's gradient needs the logits again"
             grads = _from_kept(kept, hidden, weight, bias, grad_log_prob, need_weight)
         else:
-            grads = _recomputed(ctx, grad_log_prob.contiguous(), grad_entropy, need_weight)
+            grad = grad_log_prob.contiguous()
+            grads = _with_kernels(hidden.device, lambda: _recomputed(ctx, grad, grad_entropy, need_weight))
         return *grads, None, None, None, None, None
 
 
@@ -156,7 +168,8 @@ def _from_kept(kept, hidden, weight, bias, grad, need_weight: bool):
 def _recomputed(ctx, grad_log_prob, grad_entropy, need_weight: bool):
     """Gradients from logits computed again, chunk by chunk; several chunks are summed in fp32."""
     hidden, weight, bias, target, normaliser, entropy, _ = ctx.saved_tensors
-    softcap, temperature, _, chunk, kernels = ctx.settings
+    softcap, temperature, _ = ctx.settings
+    kernels, chunk = _kernels_for(hidden), _chunk_rows(hidden, weight.shape[0])
     wide = normaliser.dtype
     grad_hidden = torch.empty_like(hidden)
     grad_weight = grad_bias = None

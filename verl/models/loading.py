@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl.config.suggest import near_path
 from verl.errors import ModelError
+from verl.models.damage import damage_of, json_problem
 from verl.models.lora import has_adapters, merged_state, save_adapter
 from verl.models.quantization import quantize
 from verl.notices import notice
@@ -62,8 +63,10 @@ def resolve_model_path(path: str) -> str:
     expanded = Path(os.path.expandvars(path)).expanduser()
     if expanded.is_dir():
         if not (expanded / "config.json").is_file():
+            what = "it has no config.json" if any(expanded.iterdir()) else "it is empty"
             raise ModelError(
-                f"{expanded} is not a Hugging Face model folder: it has no config.json.{_near_match(expanded)}"
+                f"{expanded} is not a Hugging Face model folder: {what}. Give the folder that config.json, the weights "
+                f"and the tokenizer lie in (hf download NAME --local-dir FOLDER makes one).{_near_match(expanded)}"
             )
         return str(expanded)
     looks_local = path.startswith(("/", ".", "~", "$")) or path.count("/") > 1 or expanded.exists()
@@ -75,7 +78,7 @@ def resolve_model_path(path: str) -> str:
 def _unavailable(what: str, path: str, error: Exception) -> ModelError:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if Path(path).is_dir():
-        return ModelError(f"{what} in the folder {path} cannot be loaded: {reason}")
+        return ModelError(f"{what} in the folder {path} cannot be loaded: {damage_of(Path(path)) or reason}")
     near = _near_match(Path(path))
     return ModelError(
         f"{what} '{path}' cannot be loaded from the hub or its cache ({reason}). Give a local folder as model path, "
@@ -144,6 +147,9 @@ def load_causal_lm(
     """
     config = load_config(path, trust_remote_code=trust_remote_code, override=override_config)
     path = resolve_model_path(path)
+    generation = Path(path) / "generation_config.json"
+    if generation.is_file() and (problem := json_problem(generation)):  # transformers would do without its stop tokens
+        raise ModelError(f"The model in the folder {path} cannot be loaded: {generation.name} {problem}")
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True

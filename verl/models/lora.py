@@ -8,6 +8,7 @@ while training. Only the export is merged, in fp32.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import os
 import warnings
@@ -47,12 +48,15 @@ class _Adapted:
         return product.t() if getattr(self.module, "fan_in_fan_out", False) else product
 
 
-def _peft_config(settings: LoraSettings):
+def _peft_config(settings: LoraSettings, head: str | None):
     from peft import LoraConfig
 
+    task = "CAUSAL_LM" if head is None else "SEQ_CLS"
     if settings.adapter_path is not None:
         config = LoraConfig.from_pretrained(settings.adapter_path)
         config.inference_mode = False
+        config.modules_to_save = None  # a head is trained as it is, see add_adapters
+        config.task_type = task
         return config
     return LoraConfig(
         r=settings.rank,
@@ -61,7 +65,7 @@ def _peft_config(settings: LoraSettings):
         exclude_modules=settings.exclude_modules,
         lora_dropout=0.0,
         bias="none",
-        task_type="CAUSAL_LM",
+        task_type=task,
     )
 
 
@@ -70,8 +74,11 @@ def live_dtype(model: nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
-def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
+def add_adapters(model: PreTrainedModel, settings: LoraSettings, *, head: str | None = None) -> None:
     """Freeze ``model`` and put trainable adapters, in its dtype, beside its linear layers.
+
+    Args:
+        head: the layer that scores, by name: it has no adapter and is trained whole, as it may be a fresh one.
 
     Raises:
         MissingDependencyError: peft is not installed.
@@ -81,9 +88,11 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
         raise MissingDependencyError("peft", "LoRA (model.lora_rank)")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)  # all ranks start from the same adapters
-        _inject(model, _peft_config(settings))
+        _inject(model, _peft_config(settings, head))
+    if head is not None:
+        getattr(model, head).requires_grad_(True)
     if settings.adapter_path is not None:
-        _load(model, Path(settings.adapter_path))
+        _load(model, Path(settings.adapter_path), head)
 
 
 def _inject(model: PreTrainedModel, config) -> None:
@@ -168,12 +177,18 @@ def save_adapter(
 ) -> None:
     """Write ``lora_adapter/`` into ``folder``: what ``peft.PeftModel.from_pretrained(base, …)`` loads.
 
+    A head that was trained whole is in it, as peft keeps it (``modules_to_save``).
+
     Args:
         weights: the adapters' weights by name, where the model has only shards of them.
     """
     target = Path(folder) / FOLDER
-    model.peft_config[ADAPTER].save_pretrained(target)
+    config = copy.copy(model.peft_config[ADAPTER])
     tensors = {}
+    if config.task_type == "SEQ_CLS":
+        config.modules_to_save, found = trained_head(model)
+        tensors = {f"{_PREFIX}{name}": (found if weights is None else weights)[name].detach().cpu() for name in found}
+    config.save_pretrained(target)
     for adapted in _adapted(model):
         for letter, own in (("A", adapted.down), ("B", adapted.up)):
             weight = own if weights is None else weights[f"{adapted.name}.lora_{letter}.{ADAPTER}.weight"]
@@ -181,8 +196,14 @@ def save_adapter(
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
 
 
+def trained_head(model: PreTrainedModel) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """The trained layers that are no adapters, by their module's names, and their weights by name."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name}
+    return sorted({name.rpartition(".")[0] for name in found}), found
+
+
 @torch.no_grad()
-def _load(model: PreTrainedModel, folder: Path) -> None:
+def _load(model: PreTrainedModel, folder: Path, head: str | None) -> None:
     file = folder / WEIGHTS
     if not file.is_file():
         raise ModelError(f"model.lora_adapter_path={folder} has no {WEIGHTS}.")
@@ -195,3 +216,7 @@ def _load(model: PreTrainedModel, folder: Path) -> None:
                     f"The adapter in {folder} does not fit the model: '{name}' is missing or of another shape."
                 )
             tensor.copy_(saved[name])
+    if head is not None:
+        for own, tensor in getattr(model, head).named_parameters(prefix=head):
+            if f"{_PREFIX}{own}" in saved:  # an adapter of a policy has none
+                tensor.copy_(saved[f"{_PREFIX}{own}"])

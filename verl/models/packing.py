@@ -107,7 +107,13 @@ def rows_of(batch: DataProto) -> list[RowTokens]:
 
 def packed_lengths(batch: DataProto) -> np.ndarray:
     """(B,) tokens that each row costs when packed by itself (no sharing): what micro-batches are balanced by."""
-    return np.array([row.packed_length for row in rows_of(batch)], dtype=np.int64)
+    width = batch.batch["prompts"].shape[1]
+    attention = batch.batch["attention_mask"].cpu().numpy().astype(bool)
+    trained = batch.batch["response_mask"].cpu().numpy().astype(bool)
+    lengths = attention[:, width:].sum(1)
+    trained &= np.arange(trained.shape[1]) < lengths[:, None]
+    last = trained.shape[1] - 1 - trained[:, ::-1].argmax(1) if trained.shape[1] else lengths
+    return np.where(trained.any(1), attention[:, :width].sum(1) + last, 0).astype(np.int64)
 
 
 def computed_tokens(rows: Sequence[RowTokens]) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from verl.models.loading import (
     load_config,
     resolve_model_path,
 )
+from verl.models.lora import add_adapters
 from verl.models.settings import ModelSettings
 from verl.models.value import HEAD_NAMES, ValueModel
 from verl.notices import notice
@@ -59,6 +60,9 @@ def load_score_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase
         disable_dropout(model, keep=settings.override_config)
         score = score.to(settings.device)
         use_packed_attention(model, explicit=settings.attention, kernel=settings.kernel)
+        if settings.lora is not None:
+            head = next(name for name in HEAD_NAMES if isinstance(getattr(model, name, None), nn.Linear))
+            add_adapters(model, settings.lora, head=head)
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return score.train()

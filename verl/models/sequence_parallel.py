@@ -34,7 +34,7 @@ _wrapped: set[str] = set()
 
 
 @dataclass
-class _SplitLayout:
+class SplitLayout:
     """The layout of all ``tokens`` tokens, and the ranks that share them."""
 
     inner: Any
@@ -60,9 +60,13 @@ class SequenceGroup:
             input_ids=ids,
             position_ids=positions,
             use_cache=False,
-            verl_layout=_SplitLayout(layout, self, tokens),
+            verl_layout=SplitLayout(layout, self, tokens),
         )
-        return _GatherStates.apply(out.last_hidden_state[0], self)[:tokens]
+        return self.gather(out.last_hidden_state[0])[:tokens]
+
+    def gather(self, states: torch.Tensor) -> torch.Tensor:
+        """(t, D) states of each rank's tokens to (T, D) of all."""
+        return _GatherStates.apply(states, self)
 
     def share(self, count: int, device: torch.device) -> torch.Tensor:
         """(ceil(count / s),) the predicted tokens of this rank; the last one again where there are too few."""
@@ -126,6 +130,11 @@ def sequence_of(model: PreTrainedModel) -> SequenceGroup | None:
     return _SPLIT.get(model)
 
 
+def share_tokens(model: PreTrainedModel, sequence: SequenceGroup) -> None:
+    """From now on the ranks of ``sequence`` get the same batches, and each predicts its share of the tokens."""
+    _SPLIT[model] = sequence
+
+
 def split_sequences(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     """From now on the ranks of ``group`` make their passes over ``model`` together, on the same packed batches.
 
@@ -145,17 +154,17 @@ def split_sequences(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
             f"attention heads of {type(model).__name__}."
         )
     if name not in _wrapped:
-        AttentionInterface.register(name, _around(AttentionInterface()[name]))
+        AttentionInterface.register(name, around(AttentionInterface()[name]))
         _wrapped.add(name)
-    _SPLIT[model] = sequence
+    share_tokens(model, sequence)
 
 
-def _around(inner: Callable[..., Any]) -> Callable[..., Any]:
+def around(inner: Callable[..., Any]) -> Callable[..., Any]:
     """An attention function that trades tokens for heads where the layout says that tokens are split."""
 
     @torch.compiler.disable  # a compiled layer calls it between two graphs
     def forward(module, query, key, value, attention_mask, *rest, verl_layout=None, **kwargs):
-        if not isinstance(verl_layout, _SplitLayout):
+        if not isinstance(verl_layout, SplitLayout):
             return inner(module, query, key, value, attention_mask, *rest, verl_layout=verl_layout, **kwargs)
         split = verl_layout
         q, k, v = _to_heads(query, key, value, split)
@@ -165,7 +174,7 @@ def _around(inner: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _to_heads(query, key, value, split: _SplitLayout) -> tuple[torch.Tensor, ...]:
+def _to_heads(query, key, value, split: SplitLayout) -> tuple[torch.Tensor, ...]:
     """(1, H, t, D) queries and (1, G, t, D) keys and values to (1, H / s, tokens, D) and (1, max(G, s) / s, ...)."""
     size = split.sequence.size
     if key.shape[1] % size:  # fewer key-value heads than ranks: each is there several times

@@ -123,9 +123,14 @@ def request_seed(run_seed: int, uid: str, sample: int) -> int:
 
 
 class RolloutEngine(ABC):
-    """What every engine offers. An engine works on the calling thread, inside :meth:`poll`."""
+    """What every engine offers. An engine works on the calling thread, inside :meth:`poll`.
+
+    Attributes:
+        meets_others: ranks generate together, so this one must be polled even while it has nothing pending.
+    """
 
     name: str
+    meets_others = False
 
     @abstractmethod
     def submit(self, requests: Iterable[Request]) -> None:
@@ -157,6 +162,9 @@ class RolloutEngine(ABC):
 
     def release(self) -> None:  # noqa: B027  (an engine without memory of its own has nothing to give back)
         """Give back memory that is only needed while generating."""
+
+    def close(self) -> None:  # noqa: B027  (an engine in this process ends with it)
+        """End what the engine has started, such as a process. It generates no more; a second call does nothing."""
 
     def take_metrics(self) -> Metrics:
         """What was measured since the last call."""

@@ -10,15 +10,18 @@ from verl.rollout.base import RolloutEngine
 from verl.rollout.hf import HFEngine
 from verl.rollout.native import NativeEngine
 from verl.rollout.native.admission import NotQualified
+from verl.rollout.remote.engine import RemoteRequests
+from verl.rollout.remote.settings import RemoteSettings
+from verl.rollout.sglang.engine import SGLangEngine
 from verl.rollout.vllm.engine import VLLMEngine
 from verl.rollout.vllm.server import VLLMServerEngine
-from verl.rollout.vllm.settings import VLLMSettings
 
 ENGINES: dict[str, type[RolloutEngine]] = {
     "native": NativeEngine,
     "hf": HFEngine,
     "vllm": VLLMEngine,
     "vllm_server": VLLMServerEngine,
+    "sglang": SGLangEngine,
 }
 
 
@@ -28,18 +31,18 @@ def make_engine(
     tokenizer: PreTrainedTokenizerBase,
     eos_token_ids: tuple[int, ...],
     *,
-    vllm: VLLMSettings | None = None,
+    remote: RemoteSettings | None = None,
     **settings,
 ) -> RolloutEngine:
     """The engine ``name`` over the rollout twin; ``engine.name`` tells which one came out.
 
-    ``vllm`` is what vLLM is told, ``settings`` go to the others.
+    ``remote`` is what an engine that works elsewhere is told, ``settings`` go to the others.
     A model that the native engine cannot drive gets the simple engine, with a notice that says why.
     """
     if name not in ENGINES:
         raise RolloutError(f"There is no rollout engine '{name}'; there are {', '.join(sorted(ENGINES))}.")
-    if name in ("vllm", "vllm_server"):
-        return ENGINES[name](twin, tokenizer, eos_token_ids, vllm or VLLMSettings())
+    if issubclass(ENGINES[name], RemoteRequests):
+        return ENGINES[name](twin, tokenizer, eos_token_ids, remote or RemoteSettings())
     if name == "native":
         try:
             return NativeEngine(twin, tokenizer, eos_token_ids, **settings)

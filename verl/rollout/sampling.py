@@ -40,7 +40,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 NEAR = 4.0  # tokens whose logit is less than this below the best one have their noise computed in any case
-CPU_ROWS = 2  # rows that a CPU handles together: their intermediate values stay in its cache
+CPU_ROWS = 2  # rows that a CPU filters together: their intermediate values stay in its cache
 
 
 def _row_bits(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def draw(
         (B,) ids; (B,) float32 log-probs under the plain temperature distribution; (B,) log-probs under the filtered
         one where there is a filter, else None.
     """
-    if logits.device.type == "cpu" and len(logits) > CPU_ROWS:
+    if logits.device.type == "cpu" and len(logits) > CPU_ROWS and (params.filtered or params.adjusted):
         cuts = [slice(i, i + CPU_ROWS) for i in range(0, len(logits), CPU_ROWS)]
         pieces = [_draw(logits[c], params, seed[c], position[c], rows[c]) for c in cuts]
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from verl.data.messages import Prompt
@@ -28,7 +28,7 @@ class Answer:
 class Sampling:
     """How answers are drawn: the fields of :class:`verl.rollout.base.SamplingParams`, besides ``n`` and ``seed``.
 
-    ``max_tokens`` None: :data:`ANSWER_TOKENS`, or what the model's context leaves.
+    ``max_tokens`` None: :data:`ANSWER_TOKENS` (or ``min_tokens``), or what the model's context leaves.
     """
 
     max_tokens: int | None = None
@@ -42,9 +42,11 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
 
     def params(self, max_tokens: int) -> SamplingParams:
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos")
+        """Raises RolloutError for values that cannot be, or do not go together."""
+        names = [item.name for item in fields(SamplingParams) if item.name != "max_tokens"]
         return SamplingParams(max_tokens=max_tokens, **{name: getattr(self, name) for name in names})
 
 
@@ -58,7 +60,7 @@ def encode(model: ServedModel, prompt: Prompt, *, chat: bool) -> list[int]:
 
 def _room(model: ServedModel, ids: Sequence[int], sampling: Sampling) -> int:
     if sampling.max_tokens is None:
-        return min(ANSWER_TOKENS, model.room_for(ids, None))
+        return min(max(ANSWER_TOKENS, sampling.min_tokens), model.room_for(ids, None))
     return model.room_for(ids, sampling.max_tokens)
 
 

@@ -56,8 +56,10 @@ class LocalWorkerGroup(OrderedWorkerGroup):
         self.workers: list[Worker] = self._run(makers)
 
     def shutdown(self) -> None:
-        """End the rank threads, after the calls that are already made."""
+        """Close the workers and end the rank threads, after the calls that are already made."""
         super().shutdown()
+        for worker in self.workers:
+            worker.close()
         if self._threads is not None:
             self._threads.shutdown()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from verl.tracking.report import asset
+from verl.tracking.report import asset, page_of
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,12 @@ def answers_page(base: str, tuned: str, pairs: Sequence[AnswerPair], sampling: s
         ("written", datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")),
     ]
     parts = {
-        "TITLE": f"{base} and {tuned}",
-        "STYLE": None,
-        "FACTS": None,
-        "BASE": base,
-        "TUNED": tuned,
-        "ROWS": None,
-    }
-    raw = {
-        "STYLE": asset("report.css"),
         "FACTS": "".join(f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in facts),
+        "BASE": _text(base),
+        "TUNED": _text(tuned),
         "ROWS": "\n".join(_row(number, pair) for number, pair in enumerate(pairs, 1)),
     }
-    pieces, rest = [], asset("answers.html")
-    for name, text in parts.items():
-        before, mark, rest = rest.partition("{{" + name + "}}")
-        assert mark, f"the template has no {name}, or in another order"
-        pieces += [before, raw[name] if text is None else _text(text)]
-    return "".join([*pieces, rest])
+    return page_of(asset("answers.html"), parts, title=f"{base} and {tuned}")
 
 
 def _row(number: int, pair: AnswerPair) -> str:

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, quote, urlencode, urlsplit
 from verl.tracking import headline
 from verl.tracking.jsonl import jsonable
 from verl.tracking.plain import config_value
-from verl.tracking.report import asset, report_page
+from verl.tracking.report import asset, page_of, report_page
 from verl.tracking.report_compare import comparison_data
 from verl.tracking.report_data import report_data
 from verl.tracking.run_dir import RunDirectory
@@ -128,13 +128,8 @@ def index_page(root: Path, runs: dict[str, Path]) -> bytes:
         '<tr><td colspan="8" class="missing">No run yet: a folder with metrics.jsonl appears when training begins.</td>'
         "</tr>"
     )
-    page = asset("dash.html")
-    for mark, content in (
-        ("STYLE", asset("report.css")),
-        ("ROOT", html.escape(str(root.resolve()))),
-        ("ROWS", body),
-    ):
-        page = page.replace("{{" + mark + "}}", content, 1)
+    parts = {"ROOT": html.escape(str(root.resolve())), "ROWS": body}
+    page = page_of(asset("dash.html"), parts, title="verl: runs", policy="; form-action 'self'")
     return page.encode("utf-8", errors="replace")
 
 

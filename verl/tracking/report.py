@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import gzip
+import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,18 +42,30 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path) -> Path:
 
 def report_page(kind: str, data: dict[str, Any]) -> bytes:
     """The page "report" (of one run) or "compare" over its data. With ``data["live"]`` it asks its server for news."""
-    page = _fill(
-        asset(f"{kind}.html"),
-        {
-            "CONNECT": "; connect-src 'self'" if data.get("live") else "",
-            "TITLE": _escape(data["title"]),
-            "STYLE": asset("report.css"),
-            "DATA": script_json(data),
-            "PLOTLY": _plotly(),
-            "SCRIPT": "\n".join(map(asset, ("charts.js", "page.js", f"{kind}.js"))),
-        },
-    )
+    parts = {
+        "SAMPLES": asset("samples.html"),
+        "DATA": script_json(data),
+        "PLOTLY": _plotly(),
+        "SCRIPT": "\n".join(map(asset, ("charts.js", "page.js", f"{kind}.js"))),
+    }
+    policy = "; img-src data: blob:" + ("; connect-src 'self'" if data.get("live") else "")
+    page = page_of(asset(f"{kind}.html") + asset("foot.html"), parts, title=data["title"], policy=policy)
     return page.encode("utf-8", errors="replace")
+
+
+def page_of(body: str, parts: dict[str, str], *, title: str, policy: str = "") -> str:
+    """An HTML page: the head that all pages share, and ``body`` with each ``{{NAME}}`` filled in once, in this order.
+
+    Args:
+        parts: HTML; what is filled in is not looked at again. title: text. policy: more of the content policy.
+    """
+    head = {"POLICY": policy, "TITLE": html.escape(title), "STYLE": asset("report.css")}
+    pieces, rest = [], asset("head.html") + body
+    for name, content in {**head, **parts}.items():
+        before, mark, rest = rest.partition("{{" + name + "}}")
+        assert mark, f"the template has no {name}, or in another order"
+        pieces += [before, content]
+    return "".join([*pieces, rest])
 
 
 def asset(name: str) -> str:
@@ -66,21 +79,6 @@ def script_json(data: Any) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def _fill(template: str, parts: dict[str, str]) -> str:
-    """Replace each ``{{NAME}}`` once; what is filled in is not looked at again."""
-    pieces = []
-    rest = template
-    for name, content in parts.items():
-        before, mark, rest = rest.partition("{{" + name + "}}")
-        assert mark, f"the template has no {name}, or in another order"
-        pieces += [before, content]
-    return "".join([*pieces, rest])
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 
 @functools.lru_cache(maxsize=1)

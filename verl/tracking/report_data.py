@@ -66,7 +66,7 @@ def run_facts(records: list[dict[str, Any]], config: dict[str, Any], environment
     gpus = environment.get("gpus") or []
     device = f"{len(gpus)} × {gpus[0]['name']}" if gpus else environment.get("cpu")
     if not gpus and environment.get("threads"):
-        device = f"{device} ({environment['threads']} threads)"
+        device = f"{device} ({environment['threads']} thread{'' if environment['threads'] == 1 else 's'})"
     total = config_value(config, "trainer.total_training_steps")
     last = records[-1]["step"] if records else 0
     facts = [

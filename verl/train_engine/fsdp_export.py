@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.errors import ModelError
 from verl.models.loading import building_models
-from verl.models.lora import adapted_layers, has_adapters, save_adapter
+from verl.models.lora import adapted_layers, has_adapters, save_adapter, trained_head
 from verl.models.value import HEAD_FILE, ValueModel
 from verl.train_engine.spread import SpreadModule
 
@@ -134,7 +134,9 @@ class StreamedExport:
                 tokenizer.save_pretrained(place)
 
     def _save_adapter(self, model: PreTrainedModel, prefix: str, place: Path) -> None:
-        tensors = {n.removeprefix(prefix): self._whole(n) for n in self.sharded.shapes if ".lora_" in n}
+        head = trained_head(model)[1]
+        names = [n for n in self.sharded.shapes if ".lora_" in n or n.removeprefix(prefix) in head]
+        tensors = {n.removeprefix(prefix): self._whole(n) for n in names}
         if self.writes:
             save_adapter(model, place, tensors)
 

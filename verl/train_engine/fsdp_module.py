@@ -25,8 +25,11 @@ from verl.comm import TorchDistComm
 from verl.errors import ConfigError, TrainingError
 from verl.metrics import Metrics
 from verl.models.backbone import hidden_states
+from verl.models.cuts import Region, whole_region
 from verl.models.packing import PackedBatch, Segment
+from verl.models.pending import PendingWeights, pending_of, weights_are_here
 from verl.models.sequence_parallel import split_sequences
+from verl.train_engine.exchange import Exchange
 from verl.train_engine.fsdp_log import CollectiveLog, LoggedAllGather, LoggedReduceScatter
 from verl.train_engine.memory import is_out_of_memory, memory_numbers, release_memory
 from verl.train_engine.parallel import ParallelSettings
@@ -52,7 +55,8 @@ class _Root(nn.Module):
 
 
 class ShardedModule(SpreadModule):
-    """Spread ``module`` over the ranks of ``comm``; it must be whole, and equal on all of them.
+    """Spread ``module`` over the ranks of ``comm``; it must be whole and equal on all of them, or still without
+    weights (:mod:`verl.models.pending`): then each rank reads its own rows.
 
     Args:
         frozen: the weights are never trained, and stay in the type that computes.
@@ -68,17 +72,20 @@ class ShardedModule(SpreadModule):
         self.module = module
         self.comm = comm
         first = next(module.parameters())
-        self.device, self.live_dtype = first.device, first.dtype
+        pending = pending_of(module)
+        self.device, self.live_dtype = first.device if pending is None else pending.device, first.dtype
         self.mesh = make_mesh(comm, self.device.type, settings.fsdp_size)
         self.replicas = self.mesh.size(0) if self.mesh.ndim == 2 else 1
         self.group: dist.ProcessGroup = self.mesh.get_group(self.mesh.ndim - 1)
         self.group_rank, self.group_size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self._sharers = self._split_sequences(settings.sequence_size)
         layers = decoder_layers(module)
         self.units = units_of(module, layers)
         self._passes = 0  # through the decoder layers, in the pass at hand
         self._log = CollectiveLog()
         self.root = self._shard(module, layers, settings)
+        if pending is not None:
+            self._read(pending, settings)
+        self._sharers = self._split_sequences(settings.sequence_size)
         self.shards = dict(module.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self.shards.items()}
         self.recoverable = self._watch(layers)
@@ -116,6 +123,21 @@ class ShardedModule(SpreadModule):
             for layer, following in itertools.pairwise(layers):
                 layer.set_modules_to_forward_prefetch([following])
         return root
+
+    @torch.no_grad()
+    def _read(self, pending: PendingWeights, settings: ParallelSettings) -> None:
+        """Make room for the rows of this rank, read them, and make the model ready: all ranks together."""
+        buffers = [(m, name, b) for m in self.module.modules() for name, b in m._buffers.items() if b is not None]
+        self.root.to_empty(device="cpu" if settings.offload else self.device)
+        for owner, name, buffer in buffers:
+            owner._buffers[name] = buffer.to(self.device)
+        self.shards = dict(self.module.named_parameters())
+        for name, local, _, start in self.named_shards():
+            # through the type that computes, which is all that is known of the weights where they are loaded whole
+            local.copy_(pending.rows(name, start, start + len(local)).to(self.live_dtype))
+        self.root(pending.settle)
+        self.root.reshard()
+        weights_are_here(self.module)
 
     def _split_sequences(self, size: int) -> TorchDistComm | None:
         """Let each ``size`` neighbouring ranks share the tokens of their batches; how they talk (None: nobody shares).
@@ -198,6 +220,23 @@ class ShardedModule(SpreadModule):
         if self.group_size == 1:
             return None
         return dist.all_gather_into_tensor(slot, own, group=self.group, async_op=True)
+
+    def fill_part(self, name: str, slot: torch.Tensor, wanted: Callable[[int], Region]) -> Exchange:
+        """A rank sends to each other one those of its rows (or columns of them) that this one wants, and no more."""
+        shape = self.shapes[name]
+        whole, step, first = whole_region(shape), rows_per_rank(shape[0], self.group_size), self._first_of_group
+
+        def held(rank: int) -> Region:
+            start = min(rank * step, shape[0])
+            return whole._replace(row=start, rows=min(step, shape[0] - start))
+
+        local = self.shards[name].to_local().detach()
+        return Exchange(self.group, held, lambda rank: wanted(first + rank), local.view(-1, whole.columns), slot)
+
+    @property
+    def _first_of_group(self) -> int:
+        """The rank of ``comm`` that is rank 0 among those that share a copy of the weights."""
+        return self.comm.rank - self.group_rank
 
     def discard_gradients(self) -> None:
         for p in self.shards.values():

@@ -30,8 +30,12 @@ class MasterWeights:
     def __init__(self, module: nn.Module, *, offload: bool = False):
         self.live = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters: dict[str, nn.Parameter] = {}
+        self.offload = offload
         self._hooks = []
         for name, p in self.live.items():
+            if not self._owns(name):
+                self._watch(name, p)
+                continue
             if is_wide(p.dtype) and not offload:
                 self.masters[name] = p
                 continue
@@ -40,6 +44,14 @@ class MasterWeights:
             master = nn.Parameter(copy.pin_memory() if offload and p.is_cuda else copy)
             self.masters[name] = master
             self._hooks.append(p.register_post_accumulate_grad_hook(self._adder(master)))
+
+    def _owns(self, name: str) -> bool:
+        """Whether this rank has the master of a parameter."""
+        return True
+
+    def _watch(self, name: str, p: nn.Parameter) -> None:
+        """Add up the gradients of a parameter whose master another rank has."""
+        raise NotImplementedError
 
     @staticmethod
     def _adder(master: nn.Parameter):

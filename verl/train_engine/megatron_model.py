@@ -5,7 +5,7 @@ Two of them are replaced. The norm, because Megatron's wrapper of torch's multip
 and Llama's after. The attention kernel, because the local one knows no packed sequences: ours is the packed attention
 of :mod:`verl.models.attention`, with shared prompts, which the Hugging Face model uses too.
 
-Nothing of Megatron's global state is used: process groups are handed in.
+Nothing of Megatron's global state is used but scratch memory: process groups are handed in.
 """
 
 from __future__ import annotations
@@ -14,25 +14,31 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from verl.errors import ConfigError, MissingDependencyError
 from verl.models.backbone import LAYOUTS
 from verl.models.loading import DROPOUT_NAMES
 from verl.models.packing import PackedBatch
+from verl.models.sequence_parallel import SequenceGroup, SplitLayout, around
 from verl.models.tensor_parallel import OutputPart, TensorParallelModel
 from verl.models.value import ValueModel
 from verl.train_engine.fsdp_module import decoder_layers
-from verl.train_engine.megatron_layout import Layout, head_size_of, places_of
+from verl.train_engine.megatron_experts import experts_of
+from verl.train_engine.megatron_grid import Grid, Stages
+from verl.train_engine.megatron_layout import Layout, head_size_of, places_of, scatter, tied_output
+from verl.train_engine.megatron_pipeline import Pipeline
+from verl.train_engine.megatron_recompute import Run, runs_of, wrap_modules
+from verl.train_engine.parallel import ParallelSettings
 from verl.train_engine.spread import rows_per_rank
 
-MODEL_TYPES = ("llama", "qwen2")
+MODEL_TYPES = ("llama", "qwen2", "mixtral")
 
 
 def require_megatron() -> None:
@@ -47,8 +53,13 @@ def require_megatron() -> None:
         raise MissingDependencyError("megatron-core", "strategy=megatron", "megatron-core")
 
 
-def why_not_split(config: Any, size: int) -> str | None:
-    """Why a model with this Hugging Face config cannot be cut over ``size`` ranks by Megatron; None if it can."""
+def why_not_split(config: Any, size: int, *, context: int = 1, stages: int = 1) -> str | None:
+    """Why a model with this Hugging Face config cannot be cut over ``size`` ranks by Megatron; None if it can.
+
+    Args:
+        context: ranks that share the tokens of a micro-batch.
+        stages: runs of layers behind each other.
+    """
     config = config.get_text_config()
     if config.model_type not in MODEL_TYPES:
         return f"models of the type '{config.model_type}' have no mapping to Megatron ({', '.join(MODEL_TYPES)} have)"
@@ -56,8 +67,19 @@ def why_not_split(config: Any, size: int) -> str | None:
         return f"{size} ranks do not divide its {config.num_attention_heads} attention heads"
     if config.num_key_value_heads % size:
         return f"{size} ranks do not divide its {config.num_key_value_heads} key-value heads"
-    if config.intermediate_size % size:
+    experts = getattr(config, "num_local_experts", None)
+    if experts is not None and experts % size:
+        return f"{size} ranks do not divide its {experts} experts"
+    if experts is None and config.intermediate_size % size:
         return f"{size} ranks do not divide its intermediate size {config.intermediate_size}"
+    if getattr(config, "output_router_logits", False):
+        return "its router has a loss of its own (output_router_logits)"
+    if getattr(config, "sliding_window", None) and config.model_type == "mixtral":
+        return "some of its layers attend to a window"
+    if config.num_attention_heads % (size * context):
+        return f"{size} times {context} ranks do not divide its {config.num_attention_heads} attention heads"
+    if config.num_hidden_layers < stages:
+        return f"its {config.num_hidden_layers} layers are fewer than the {stages} stages of the pipeline"
     if rows_per_rank(config.vocab_size, size) * (size - 1) >= config.vocab_size:
         return f"{size} ranks are too many for its {config.vocab_size} tokens"
     if config.hidden_act != "silu":
@@ -92,27 +114,61 @@ class _Norm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+@dataclass
+class _Tokens:
+    """What the attention of one pass is told: the layout of all ``tokens``, and who shares them."""
+
+    layout: Any
+    tokens: int
+    sequence: SequenceGroup | None
+
+
 class _PackedAttention(nn.Module):
-    """The packed attention ``name`` over this rank's heads. What Megatron hands on as the mask is the layout."""
+    """The packed attention ``name`` over this rank's heads. What Megatron hands on as the mask are the tokens.
+
+    With context parallelism tokens are traded for heads around it (Ulysses, see :mod:`verl.models.sequence_parallel`).
+    """
 
     def __init__(self, name: str, config: Any, **kwargs: Any):
         super().__init__()
-        self.kernel = AttentionInterface()[name]
+        self.kernel = around(AttentionInterface()[name])
         self.scale = config.kv_channels**-0.5
 
-    def forward(self, query, key, value, attention_mask, **kwargs) -> torch.Tensor:
-        """(T, 1, H, D) queries, (T, 1, G, D) keys and values to (T, 1, H * D)."""
+    def forward(self, query, key, value, attention_mask: _Tokens, **kwargs) -> torch.Tensor:
+        """(T, 1, H, D) queries, (T, 1, G, D) keys and values to (T, 1, H * D); the last rows may be padding."""
+        given = attention_mask
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out, _ = self.kernel(self, q, k, v, None, scaling=self.scale, verl_layout=attention_mask)
+        if given.sequence is not None:
+            layout: Any = SplitLayout(given.layout, given.sequence, given.tokens)
+        else:
+            layout = given.layout
+            q, k, v = (x[:, :, : given.tokens] for x in (q, k, v))
+        out, _ = self.kernel(self, q, k, v, None, scaling=self.scale, verl_layout=layout)
+        out = nn.functional.pad(out, (0, 0, 0, 0, 0, len(query) - out.shape[1]))
         return out.flatten(2).transpose(0, 1).contiguous()
 
 
-class Parts(nn.Module):
-    """What one rank holds: its part of a Megatron model, and the head of a value model, of which every rank has all."""
+class _GatherTokens(torch.autograd.Function):
+    """(t, D) of every rank to (T, D). What follows is computed alike on all ranks, so each keeps its rows' gradient."""
 
-    def __init__(self, gpt: nn.Module, head: nn.Module | None):
+    @staticmethod
+    def forward(ctx, states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.mine = slice(dist.get_rank(group) * len(states), (dist.get_rank(group) + 1) * len(states))
+        out = states.new_empty(len(states) * dist.get_world_size(group), *states.shape[1:])
+        dist.all_gather_into_tensor(out, states.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad[ctx.mine].contiguous(), None
+
+
+class Parts(nn.Module):
+    """What one rank holds: its runs of layers, and the head of a value model, of which every rank has all."""
+
+    def __init__(self, chunks: list[nn.Module], head: nn.Module | None):
         super().__init__()
-        self.gpt = gpt
+        self.chunks = nn.ModuleList(chunks)
         self.head = head
 
 
@@ -121,87 +177,160 @@ class MegatronModel(TensorParallelModel):
 
     Args:
         module: a causal LM, or a value model, whose head is shared with it.
-        groups: process groups by Megatron's names; ``tp`` are the ranks over which matrices are cut.
 
     Attributes:
         parts: the parameters of this rank.
         layout: where the weights of ``module`` lie in them.
+        pipeline: the stage of the present pass.
+        sequence: the ranks that share the tokens of a micro-batch; None: each has all.
     """
 
-    def __init__(self, module: PreTrainedModel | ValueModel, groups: dict[str, dist.ProcessGroup]):
-        group = groups["tp"]
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, module: PreTrainedModel | ValueModel, grid: Grid, settings: ParallelSettings):
+        self.grid = grid
+        rank, size = grid.tensor.rank, grid.tensor.world_size
         model = backbone_of(module)
+        hf = model.config.get_text_config()
         first = next(model.parameters())
+        self.pipeline = Pipeline(grid, settings.virtual_size, first.device)
+        self.sequence = SequenceGroup(grid.context.group) if grid.context.world_size > 1 else None
+        self.scattered = settings.sequence_parallel and size > 1
         self.make_layout: Callable[[PackedBatch], Any] = LAYOUTS[model.config._attn_implementation]
         head = module.head if isinstance(module, ValueModel) else None
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        self.layout = Layout(places_of(module, head, model.config, rank, size), shapes, rank, size, group)
-        tied = head is not None or model.config.get_text_config().tie_word_embeddings
-        with warnings.catch_warnings():
-            # Megatron says at length that it does without Apex
-            warnings.simplefilter("ignore", UserWarning)
-            self.gpt = _build(model, groups, size, first.dtype, tied=tied).to(first.device)
-        self.parts = Parts(self.gpt, head)
-        self.recomputed = [bool(layer.gradient_checkpointing) for layer in decoder_layers(model)]
+        stages = Stages(hf.num_hidden_layers, settings.pipeline_size, settings.virtual_size)
+        places = places_of(module, head, model.config, rank, size, stages)
+        self.tied = head is None and hf.tie_word_embeddings
+        further = tied_output(places, stages) if self.tied and stages.ranks > 1 else {}
+        self.layout = Layout(places, further, shapes, grid)
+        chunks = [build_chunk(model, grid, stages, n, self.scattered, head is not None) for n in range(stages.chunks)]
+        self.parts = Parts([chunk.to(first.device) for chunk in chunks], head)
+        kept = [bool(layer.gradient_checkpointing) for layer in decoder_layers(model)]
+        here = grid.pipeline.rank
+        self.runs: list[list[Run]] = []
+        for number, chunk in enumerate(chunks):
+            wrap_modules(chunk.decoder.layers, settings.recompute)
+            checkpointed = [kept[i] for i in stages.run(here, number)]
+            self.runs.append(runs_of(chunk.decoder.layers, checkpointed, settings.recompute))
         self.padding: int | None = model.get_input_embeddings().padding_idx
         rotary = next(m for m in model.modules() if hasattr(m, "inv_freq"))
         self.frequencies = rotary.inv_freq.detach().clone().to(torch.float32)
-        vocabulary = model.config.get_text_config().vocab_size
-        self.most = rows_per_rank(vocabulary, size)
+        self.width, self.dtype = hf.hidden_size, first.dtype
+        self.most = rows_per_rank(hf.vocab_size, size)
         self.start = rank * self.most
-        self.rows = min(self.most, vocabulary - self.start)
+        self.rows = min(self.most, hf.vocab_size - self.start)
         self._read(module)
 
     @torch.no_grad()
     def _read(self, module: nn.Module) -> None:
         """Copy this rank's part of every weight."""
-        own = dict(self.parts.named_parameters())
-        for name, p in module.named_parameters():
-            target = own[self.layout.places[name].parameter]
+        own, weights = dict(self.parts.named_parameters()), dict(module.named_parameters())
+        for name, place in self.layout.held():
+            target, p = own[place.parameter], weights[name]
             if target is not p:
                 dim, start, number = self.layout.block(name)
-                self.layout.scatter(name, p.narrow(dim, start, number), target)
+                scatter(place, p.narrow(dim, start, number), target)
 
     def hidden_states(self, packed: PackedBatch) -> torch.Tensor:
-        layout = self.make_layout(packed)
-        angles = packed.position_ids[0, :, None] * self.frequencies
+        tokens, pipeline = packed.num_tokens, self.pipeline
+        size = self.grid.tensor.world_size if self.scattered else 1
+        context = self.grid.context
+        part = rows_per_rank(tokens, context.world_size * size) * size
+        mine = slice(context.rank * part, (context.rank + 1) * part)
+        pad = part * context.world_size - tokens
+        ids, positions = (nn.functional.pad(x, (0, pad))[:, mine] for x in (packed.input_ids, packed.position_ids))
+        angles = positions[0, :, None] * self.frequencies
         rotary = torch.cat([angles, angles], -1)[:, None, None]
-        hidden = self.gpt.embedding(packed.input_ids, packed.position_ids)
-        if self.padding is not None:  # its embedding gets no gradient in the Hugging Face model
-            hidden = torch.where((packed.input_ids[0] == self.padding)[:, None, None], hidden.detach(), hidden)
-        for layer, again in zip(self.gpt.decoder.layers, self.recomputed, strict=True):
-            compute = functools.partial(layer, attention_mask=layout, rotary_pos_emb=rotary)
-            if again and torch.is_grad_enabled():
-                hidden, _ = checkpoint(compute, hidden, use_reentrant=False, preserve_rng_state=False)
-            else:
-                hidden, _ = compute(hidden)
-        return self.gpt.decoder.final_layernorm(hidden)[:, 0]
+        given = _Tokens(self.make_layout(packed), tokens, self.sequence)
+        if pipeline.first:
+            hidden = self._embed(ids)
+        else:
+            hidden = pipeline.enter((part // size, 1, self.width), self.dtype)
+        for run in self.runs[pipeline.chunk]:
+            hidden = run(hidden, attention_mask=given, rotary_pos_emb=rotary)
+        hidden = pipeline.leave(hidden)
+        hidden = self.parts.chunks[-1].decoder.final_layernorm(hidden)[:, 0]
+        if self.scattered:
+            hidden = _GatherTokens.apply(hidden, self.grid.tensor.group)
+        return hidden[:tokens] if self.sequence is None else self.sequence.gather(hidden)[:tokens]
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """(1, T) ids to (T, 1, D), or to this rank's share of the rows."""
+        hidden = self.parts.chunks[0].embedding.word_embeddings(ids)
+        if not self.scattered:
+            hidden = hidden.transpose(0, 1)
+        if self.padding is None:
+            return hidden
+        # its embedding gets no gradient in the Hugging Face model
+        rows = slice(self.grid.tensor.rank * len(hidden), (self.grid.tensor.rank + 1) * len(hidden))
+        mine = ids[0, rows] if self.scattered else ids[0]
+        return torch.where((mine == self.padding)[:, None, None], hidden.detach(), hidden)
 
     def output(self) -> OutputPart:
-        tied = self.gpt.share_embeddings_and_output_weights
-        layer = self.gpt.embedding.word_embeddings if tied else self.gpt.output_layer
-        return OutputPart(layer.weight[: self.rows], self.start, self.most, self.layout.group)
+        chunk = self.parts.chunks[-1]
+        layer = chunk.embedding.word_embeddings if self.tied and not self.layout.tied else chunk.output_layer
+        return OutputPart(layer.weight[: self.rows], self.start, self.most, self.grid.tensor.group)
 
 
 def backbone_of(module: PreTrainedModel | ValueModel) -> PreTrainedModel:
     return module.model if isinstance(module, ValueModel) else module
 
 
-def _build(
-    model: PreTrainedModel, groups: dict[str, dist.ProcessGroup], size: int, dtype: torch.dtype, *, tied: bool
+def build_chunk(
+    model: PreTrainedModel, grid: Grid, stages: Stages, number: int, scattered: bool, valued: bool
 ) -> nn.Module:
-    """A Megatron model of the same architecture with weights of no meaning, on the host."""
+    """One of this rank's runs of layers, as a Megatron model with weights of no meaning, on the host.
+
+    To Megatron it is a whole model: how it lies in a pipeline is nothing that it needs to know.
+    """
+    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+
+    if scattered and parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()  # scratch memory of the gathered tokens; the one global thing
+    hf = model.config.get_text_config()
+    here, size = grid.pipeline.rank, grid.tensor.world_size
+    layers = len(stages.run(here, number))
+    first = here == 0 and number == 0
+    last = here == stages.ranks - 1 and number == stages.chunks - 1
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
+    attention = functools.partial(_PackedAttention, model.config._attn_implementation)
+    layer.submodules.self_attention.submodules.core_attention = attention
+    if hasattr(hf, "num_local_experts"):
+        layer.submodules.mlp = experts_of(hf, grid.tensor.group)
+    block = TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=_Norm)
+    with warnings.catch_warnings():
+        # Megatron says at length that it does without Apex
+        warnings.simplefilter("ignore", UserWarning)
+        gpt = GPTModel(
+            _config_of(hf, layers, size, next(model.parameters()).dtype, scattered),
+            ModuleSpec(module=TransformerBlock, submodules=block),
+            vocab_size=rows_per_rank(hf.vocab_size, size) * size,
+            max_sequence_length=hf.max_position_embeddings,
+            position_embedding_type="none",
+            pre_process=first,
+            post_process=last,
+            # then there is no output layer of its own beside the embedding
+            share_embeddings_and_output_weights=valued or hf.tie_word_embeddings,
+            pg_collection=ProcessGroupCollection(tp=grid.tensor.group, pp=grid.alone, cp=grid.alone, embd=None),
+        )
+    if valued and last and not first:
+        gpt.output_layer = None
+    with torch.no_grad():
+        for p in gpt.parameters():
+            p.zero_()  # rows that pad the vocabulary stay 0
+    return gpt
+
+
+def _config_of(hf: Any, layers: int, size: int, dtype: torch.dtype, scattered: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    hf = model.config.get_text_config()
-    config = TransformerConfig(
-        num_layers=hf.num_hidden_layers,
+    return TransformerConfig(
+        num_layers=layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
@@ -217,6 +346,7 @@ def _build(
         attention_dropout=0.0,
         params_dtype=dtype,
         tensor_model_parallel_size=size,
+        sequence_parallel=scattered,
         # built on the host without drawing a number: weights are copied over the empty ones
         use_cpu_initialization=True,
         perform_initialization=False,
@@ -228,37 +358,21 @@ def _build(
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
     )
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
-    attention = functools.partial(_PackedAttention, model.config._attn_implementation)
-    layer.submodules.self_attention.submodules.core_attention = attention
-    block = TransformerBlockSubmodules(layer_specs=[layer] * hf.num_hidden_layers, layer_norm=_Norm)
-    gpt = GPTModel(
-        config,
-        ModuleSpec(module=TransformerBlock, submodules=block),
-        vocab_size=rows_per_rank(hf.vocab_size, size) * size,
-        max_sequence_length=hf.max_position_embeddings,
-        position_embedding_type="none",
-        share_embeddings_and_output_weights=tied,  # then there is no output layer of its own
-        pg_collection=ProcessGroupCollection(**groups, embd=None),
-    )
-    with torch.no_grad():
-        for p in gpt.parameters():
-            p.zero_()  # rows that pad the vocabulary stay 0
-    return gpt
 
 
-def check_model(module: nn.Module, size: int, key: str) -> None:
+def check_model(module: nn.Module, settings: ParallelSettings) -> None:
     """Raises:
-    ConfigError: Megatron cannot train this model over ``size`` ranks.
+    ConfigError: Megatron cannot train this model over ranks like these.
     """
+    key = settings.key
     if not isinstance(module, (PreTrainedModel, ValueModel)):
         raise ConfigError(
             f"{key}=megatron is not possible for {type(module).__name__}, a class of your own, of which nothing is "
             f"known here; use {key}=torch."
         )
     model = backbone_of(module)
-    reason = why_not_split(model.config, size)
+    stages = settings.pipeline_size * settings.virtual_size
+    reason = why_not_split(model.config, settings.tensor_size, context=settings.context_size, stages=stages)
     if reason is None and model.config._attn_implementation not in LAYOUTS:
         reason = f"it runs padded ({model.config._attn_implementation}), and only packed sequences have a mapping"
     if reason is None and not all(type(p) is nn.Parameter and p.is_floating_point() for p in model.parameters()):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -10,12 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from verl.comm import TorchDistComm
-from verl.errors import ConfigError, TrainingError
+from verl.errors import TrainingError
 from verl.metrics import Metrics
 from verl.models.backbone import hidden_states, probe_batch, probe_tolerance
+from verl.models.sequence_parallel import share_tokens
 from verl.models.tensor_parallel import compute_by
 from verl.models.value import ValueModel
 from verl.train_engine.fsdp_module import decoder_layers, units_of
+from verl.train_engine.megatron_grid import Grid
 from verl.train_engine.megatron_model import MegatronModel, backbone_of, check_model, require_megatron
 from verl.train_engine.memory import is_out_of_memory, memory_numbers
 from verl.train_engine.parallel import ParallelSettings
@@ -23,19 +27,18 @@ from verl.train_engine.spread import Item, Result, SpreadModule
 
 
 class MegatronModule(SpreadModule):
-    """Spread ``module``, whole and equal on all ranks of ``comm``, by Megatron's tensor parallelism.
+    """Spread ``module``, whole and equal on all ranks of ``comm``, as ``settings`` say.
 
-    Each ``tensor_size`` neighbouring ranks hold one copy of the weights; with more ranks there are several copies, and
-    data parallelism between them. The weights of ``module`` itself are given up: it keeps their names, shapes and
-    types, and one NaN for each. (The head of a value model is small, and stays.)
+    Neighbouring ranks hold one copy of the weights; with more ranks there are several copies, and data parallelism
+    between them. The weights of ``module`` itself are given up: it keeps their names, shapes and types, and one NaN for
+    each. (The head of a value model is small, and stays.)
 
     Args:
         frozen: the weights are never trained.
 
     Attributes:
         parallel: the Megatron model.
-        data: how the ranks with the same part of the weights talk.
-        tensor: how the ranks of one copy talk.
+        grid: which ranks do what together.
     """
 
     def __init__(
@@ -47,44 +50,44 @@ class MegatronModule(SpreadModule):
         frozen: bool = False,
     ):
         require_megatron()
-        size = settings.tensor_size
-        if comm.world_size % size:
-            raise ConfigError(
-                f"megatron.tensor_model_parallel_size={size} does not divide the {comm.world_size} ranks of the role; "
-                "use a divisor."
-            )
-        check_model(module, size, settings.key)
+        self.grid = Grid(comm, settings)
+        check_model(module, settings)
         self.module, self.comm = module, comm
         first = next(module.parameters())
         self.device, self.live_dtype = first.device, first.dtype
-        groups = _groups(comm, size, self.device.type)
-        self.tensor, self.data = TorchDistComm(groups["tp"]), TorchDistComm(groups.pop("data"))
         self.units = units_of(module, decoder_layers(module))
         model = backbone_of(module)
         expected = _probe(model)
-        self.parallel = MegatronModel(module, groups)
+        self.parallel = MegatronModel(module, self.grid, settings)
         self.shapes = dict(self.parallel.layout.shapes)
         self.parallel.parts.requires_grad_(not frozen)
         self.parallel.parts.train(not frozen)
         compute_by(model, self.parallel)
-        _compare(model, expected)
+        if self.parallel.sequence is not None:
+            share_tokens(model, self.parallel.sequence)
+        [got] = self.settle([self.infer(lambda: {"probe": _probe(model)})])
+        _compare(model, got["probe"], expected)
         kept = {id(p) for p in self.parallel.parts.parameters()}
         _give_up([p for p in module.parameters() if id(p) not in kept])
 
-    def part_of(self, name: str) -> torch.Tensor:
-        """The Megatron parameter in which this rank's part of a weight lies."""
-        return self.parallel.parts.get_parameter(self.parallel.layout.places[name].parameter)
-
     def together(self, items: Sequence[Item]) -> list[tuple[Item, int | None]]:
         found: list[tuple[Item, int | None]] = []
-        for rank, theirs in enumerate(self.tensor.all_gather_object(list(items))):
-            mine = rank == self.tensor.rank
+        for rank, theirs in enumerate(self.grid.copy.all_gather_object(list(items))):
+            mine = rank == self.grid.copy.rank
             found += [(item, number if mine else None) for number, item in enumerate(theirs)]
         return found
 
     def infer(self, compute: Callable[[], Result]) -> Result | None:
-        with torch.no_grad():
-            return self._attempt(compute)
+        with megatron_on(self.device):
+            found = self._attempt(lambda: self.parallel.pipeline.infer(compute))
+        return cast(Result, {}) if found is None else found  # what other stages know comes with settle
+
+    def settle(self, results: list[Result]) -> list[Result]:
+        pipeline = self.grid.pipeline
+        if pipeline.world_size == 1:
+            return results
+        known = [{key: tensor.cpu() for key, tensor in cast(Mapping, one).items()} for one in results]
+        return pipeline.all_gather_object(known if self.parallel.pipeline.at_the_end else None)[-1]
 
     def infer_nothing(self) -> None:
         """Ranks of one copy always have equally many passes, and copies wait for each other after the passes only."""
@@ -92,13 +95,20 @@ class MegatronModule(SpreadModule):
     def backward(
         self, loss_of: Callable[[], tuple[torch.Tensor, Metrics]], scale: float = 1.0, *, last: bool = True
     ) -> Metrics | None:
-        def compute() -> Metrics:
-            loss, metrics = loss_of()
-            if loss.requires_grad:
-                (loss * scale if scale != 1.0 else loss).backward()
-            return metrics
+        return self.train([loss_of], scale)[0]
 
-        return self._attempt(compute)
+    def train(self, losses: Sequence[Callable[[], tuple[torch.Tensor, Metrics]]], scale: float = 1.0) -> list[Metrics]:
+        """Add the gradients of ``scale`` times each loss; all ranks of a copy call this together.
+
+        Returns:
+            The metrics that came with each.
+        """
+        pipeline = self.grid.pipeline
+        with megatron_on(self.device):
+            found = self.parallel.pipeline.train(losses, scale, self._attempt)
+        if pipeline.world_size == 1:
+            return found
+        return pipeline.all_gather_object(found if self.parallel.pipeline.at_the_end else None)[-1]
 
     def _attempt(self, compute: Callable[[], Result]) -> Result:
         try:
@@ -117,16 +127,23 @@ class MegatronModule(SpreadModule):
 
     @torch.no_grad()
     def fill(self, name: str, slot: torch.Tensor) -> dist.Work | None:
-        return self.parallel.layout.gather(name, self.part_of(name), slot)
+        layout = self.parallel.layout
+        place = layout.places[name]
+        held = self.parallel.parts.get_parameter(place.parameter) if layout.here(place) else None
+        return layout.gather(name, held, slot)
 
 
-def _groups(comm: TorchDistComm, size: int, device: str) -> dict[str, dist.ProcessGroup]:
-    """Process groups of this rank by Megatron's names, and ``data``; all ranks call this together."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    ranks = torch.tensor(dist.get_process_group_ranks(comm.group)).view(-1, 1, 1, size)
-    mesh = DeviceMesh(device, ranks, mesh_dim_names=("data", "pp", "cp", "tp"))
-    return {name: mesh.get_group(name) for name in ("tp", "pp", "cp", "data")}
+@contextlib.contextmanager
+def megatron_on(device: torch.device) -> Iterator[None]:
+    """Megatron makes its buffers on ``torch.cuda.current_device()``: within, on a host, that is the host."""
+    if device.type == "cuda":
+        yield
+        return
+    current, torch.cuda.current_device = torch.cuda.current_device, lambda: device  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = current
 
 
 @torch.no_grad()
@@ -134,9 +151,8 @@ def _probe(module: PreTrainedModel) -> torch.Tensor:
     return hidden_states(module, probe_batch(next(module.parameters()).device, module.config.vocab_size))
 
 
-def _compare(module: PreTrainedModel, expected: torch.Tensor) -> None:
-    got = _probe(module)
-    error = float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+def _compare(module: PreTrainedModel, got: torch.Tensor, expected: torch.Tensor) -> None:
+    error = float((got.to(expected.device) - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
     if not error < probe_tolerance(expected.dtype):
         raise TrainingError(
             f"Megatron computes other hidden states than {type(module).__name__} (relative difference {error:.1e}), so "

@@ -47,10 +47,21 @@ def cuts_matrices(parallel: ParallelSettings, comm: Comm) -> bool:
     return parallel.strategy == "megatron"
 
 
+def reads_rows(parallel: ParallelSettings, comm: Comm, settings: OptimizerSettings | None = None) -> bool:
+    """Whether each rank will hold some rows of every weight, and so need not load them all."""
+    spread = parallel.strategy in ("auto", "fsdp") and isinstance(comm, TorchDistComm) and comm.world_size > 1
+    if not spread or settings is None:
+        return spread
+    from verl.train_engine.fsdp import ELEMENTWISE
+
+    return settings.kind in ELEMENTWISE
+
+
 def make_train_engine(
     settings: OptimizerSettings, model: nn.Module, comm: Comm, parallel: ParallelSettings | None = None
 ) -> TorchEngine:
-    """The engine that trains ``model``, which is whole and equal on all ranks; all of them call this together."""
+    """The engine that trains ``model``, which is whole and equal on all ranks, or (where :func:`reads_rows`) still
+    without weights; all ranks call this together."""
     parallel = parallel or ParallelSettings()
     if cuts_matrices(parallel, comm):
         from verl.train_engine.megatron import MegatronEngine

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from verl.comm import Comm, SoloComm
-from verl.errors import CheckpointError, TrainingError
+from verl.errors import TrainingError
 from verl.metrics import Metrics
 from verl.notices import notice
 from verl.train_engine.base import LossOf, Micro, StepReport, TrainEngine
-from verl.train_engine.master import MasterWeights
+from verl.train_engine.master import MasterWeights, is_wide
 from verl.train_engine.memory import MemoryShortageError, RandomState, is_out_of_memory, memory_numbers
 from verl.train_engine.optimizers import OptimizerSettings, is_of, make_optimizer, restore_state, state_tensors
-from verl.train_engine.saved import StatePiece
+from verl.train_engine.saved import StatePiece, weight_in
 from verl.train_engine.scaling import LossScaler
 from verl.train_engine.schedule import lr_factor
 
@@ -43,10 +43,13 @@ class TorchEngine(TrainEngine):
         self.learned_tokens = dict.fromkeys(LEARNED, 0)
         self.weights = self._make_weights()
         self.scaler = LossScaler(any(p.dtype == torch.float16 for p in self.weights.live.values()))
-        self.optimizer = make_optimizer(self.weights.masters.values(), settings)
+        self.optimizer = self._make_optimizer()
 
     def _make_weights(self) -> MasterWeights:
         return MasterWeights(self.module, offload=self.settings.offload)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.weights.masters.values(), self.settings)
 
     @property
     def lr(self) -> float:
@@ -181,22 +184,15 @@ class TorchEngine(TrainEngine):
         return {"loss_scale": self.scaler.state(), "counters": torch.tensor(counters, dtype=torch.int64)}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Any engine's state: a sharded run in bf16 wrote only masters, one in fp32 only live weights."""
         for name, p in self.module.named_parameters():
-            saved = state.get(f"live/{name}")
-            if saved is None:
-                raise CheckpointError(f"The checkpoint has no weight '{name}'; was the run started with another model?")
-            if p.shape != saved.shape:
-                raise CheckpointError(
-                    f"The weight '{name}' has the shape {tuple(saved.shape)} in the checkpoint and {tuple(p.shape)} in "
-                    "the model; was the run started with another model?"
-                )
-            p.copy_(saved)
+            exact = is_wide(p.dtype) or f"live/{name}" not in state
+            p.copy_(state[weight_in(state, name, tuple(p.shape), trained=exact)])
         slots = self._slots_in(state)
         for name, master in self.weights.named():
             if master is not self.weights.live[name]:
-                # a run in fp32 wrote no master apart from its live weights
-                master.copy_(state.get(f"master/{name}", state[f"live/{name}"]))
+                master.copy_(state[weight_in(state, name, tuple(master.shape), trained=True)])
             saved = {slot: state[key] for slot in slots if (key := f"optimizer/{slot}/{name}") in state}
             restore_state(self.optimizer, self.settings.kind, master, saved)
         self._load_small_state(state)
@@ -210,7 +206,7 @@ class TorchEngine(TrainEngine):
             self.scaler.load(state["loss_scale"])
         self.version += 1  # a load is a write
 
-    def _slots_in(self, state: dict[str, torch.Tensor]) -> set[str]:
+    def _slots_in(self, state: Mapping[str, torch.Tensor]) -> set[str]:
         """The optimizer's slots in a saved state; none, with a notice, if they are another optimizer's."""
         slots = {key.split("/")[1] for key in state if key.startswith("optimizer/")}
         if is_of(self.settings.kind, slots):

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.checkpoint import CheckpointStore, only_run
 from verl.config import Config, processes, to_dict
-from verl.dataflow import Dataflow, FlowSet
+from verl.dataflow import Dataflow, FlowSet, OneStepOff
 from verl.dataflow.executor import StepResult
 from verl.dataflow.flow import Batch
 from verl.errors import ConfigError
@@ -22,12 +22,13 @@ from verl.protocol import DataProto
 from verl.tracking import RunDirectory, RunInfo, Tracker, step_metrics, write_report
 from verl.trainer.build import Plan
 from verl.trainer.evaluation import Evaluation
+from verl.trainer.interrupts import steps_end_first, what_is_kept
 from verl.trainer.phases import phase_of, phase_seconds
 from verl.trainer.placement import devices_described
 from verl.trainer.profiling import FOLDER, StepProfiler
 from verl.trainer.recipe import Recipe, recipe_of
 from verl.trainer.roles import Roles
-from verl.trainer.runstate import restore, save
+from verl.trainer.runstate import check_maker, restore, save
 from verl.trainer.samples import sample_rows
 from verl.trainer.settings import algorithm_name
 
@@ -89,9 +90,11 @@ class Trainer:
         self.store = CheckpointStore(
             Path(trainer.default_local_dir), keep_last=trainer.max_actor_ckpt_to_keep, keep_best=trainer.keep_best
         )
-        self.resume_from = self.store.find(trainer.resume_mode, trainer.resume_from_path)
         with contextlib.ExitStack() as undo:  # what fails here leaves no workers, and the folder free
             undo.callback(self._alone.close)
+            self.resume_from = self.store.find(trainer.resume_mode, trainer.resume_from_path)
+            if self.resume_from is not None:
+                check_maker(self.config, self.resume_from)
             self.roles: Roles = self.recipe.roles(self.plan)
             undo.callback(self.roles.close)
             self._load(change_flow)
@@ -105,6 +108,10 @@ class Trainer:
             train[0] = change_flow(train[0], self.roles)
         self.flows = FlowSet({"train": train, **self.evaluation.flows}, choose=self.recipe.choose)
         self.flows.validate(steps=range(1, min(self.total_steps, 256) + 1))
+        self.pipeline = None
+        if self.config.trainer.schedule == "one_step_off":
+            self.pipeline = OneStepOff(train[0], self._draw, self.sync_rollout)
+        self.prompts_back: DataProto | None = None  # of a step that was begun and is taken anew
         if self.resume_from is not None:
             restore(self, self.resume_from)
         self.saved_steps, self.mid_step = self.global_steps, False
@@ -115,19 +122,25 @@ class Trainer:
         """Train to the last step; returns the metrics of the last step. This is the only loop there is."""
         with self._running():
             self._validate_before()
-            for step, batch in self._batches():
-                self._step(step, batch)
+            with steps_end_first() as interrupt:
+                for step, batch in self._batches():
+                    self._step(step, batch)
+                    if interrupt.asked:
+                        self._save_what_is_done()
+                        interrupt.end()
         return self.metrics
 
     def train_step(self, batch: DataProto | None = None) -> StepResult:
         """One step by itself, of the next prompts or of ``batch``; the record stays open until :meth:`close`."""
         self.open()
-        return self._step(self.global_steps + 1, self.loader.next_batch() if batch is None else batch)
+        if batch is not None and self.pipeline is not None:
+            raise ConfigError("trainer.schedule=one_step_off draws its prompts ahead: leave the batch out")
+        return self._step(self.global_steps + 1, self._prompts() if batch is None else batch)
 
-    def _step(self, step: int, batch: DataProto) -> StepResult:
-        return self.run_flow(self.flows.flow("train", step), batch, step, commit=True)
+    def _step(self, step: int, batch: DataProto | None) -> StepResult:
+        return self.run_flow(self.pipeline or self.flows.flow("train", step), batch, step, commit=True)
 
-    def run_flow(self, flow: Dataflow, batch: Batch, step: int, *, commit: bool) -> StepResult:
+    def run_flow(self, flow: Dataflow | OneStepOff, batch: Batch, step: int, *, commit: bool) -> StepResult:
         """Run a flow whose scores count for this step, and with ``commit`` finish the step that it was."""
         started = time.perf_counter()
         self.mid_step = commit
@@ -164,10 +177,10 @@ class Trainer:
 
     def describe(self) -> dict[str, Any]:
         """The model, its size, dtype and device, and the engine that generates."""
-        return self.roles.actor.describe()
+        return self.roles.describe()
 
-    def _batches(self) -> Iterator[tuple[int, DataProto]]:
-        """(global step, prompts) of every step that is left."""
+    def _batches(self) -> Iterator[tuple[int, DataProto | None]]:
+        """(global step, prompts) of every step that is left; None: its rows are there already."""
         if self.config.trainer.val_only:
             return
         if self.global_steps >= self.total_steps:
@@ -176,7 +189,24 @@ class Trainer:
                 "trainer.total_epochs or trainer.total_training_steps; anew: trainer.resume_mode=disable."
             )
         for step in range(self.global_steps + 1, self.total_steps + 1):
-            yield step, self.loader.next_batch()
+            yield step, self._prompts()
+
+    def _prompts(self) -> DataProto | None:
+        if self.pipeline is not None and self.pipeline.pending is not None:
+            return None
+        back, self.prompts_back = self.prompts_back, None
+        return self.loader.next_batch() if back is None else back
+
+    def _draw(self, step: int) -> DataProto | None:
+        """Prompts of a step whose rows are made ahead; None after the last step."""
+        return self.loader.next_batch() if step <= self.total_steps else None
+
+    def sync_rollout(self) -> None:
+        """Send the present weights to a rollout that has a copy of its own."""
+        version = self.flows.versions.get("actor.weights", 0)
+        if self.roles.rollout is not None and self.roles.sent_version != version:
+            with self._phase("send_weights"):
+                self.roles.send_weights(version)
 
     def _draw_more(self, draw: int) -> DataProto | None:
         """More prompts for dynamic sampling, continuing in draw order; None at the end of the data."""
@@ -207,6 +237,8 @@ class Trainer:
         metrics.add("training/global_step", result.step, reduce="last")
         metrics.add("perf/process_memory_gb", held / 1024**3, reduce="max")
         metrics.add("training/epoch", self.loader.epoch, reduce="last")
+        if result.lag is not None:
+            metrics.add("training/rollout_staleness", result.lag, reduce="last")
         metrics.merge(result.metrics)
         return metrics.merge(step_metrics(phases, response, tokens, seconds, processes(self.config)))
 
@@ -246,6 +278,7 @@ class Trainer:
         if sampled and trainer.rollout_data_dir:
             self.evaluation.dump(result.frames, trainer.rollout_data_dir, self.global_steps)
         if trainer.sample_prompts and trainer.sample_freq > 0 and self.global_steps % trainer.sample_freq == 0:
+            self.sync_rollout()
             shown = self.evaluation.preview(self.flows, self.global_steps)
             self.tracker.samples(shown, self.global_steps)
 
@@ -255,6 +288,7 @@ class Trainer:
         """Score every validation row once; the metrics, with the seconds that it took."""
         if self.plan.validation is None:
             raise ConfigError("there is nothing to validate on: set data.val_files")
+        self.sync_rollout()
         with self._phase("testing"):
             metrics, shown = self.evaluation.validate(self.flows, self.global_steps)
         metrics.add("timing_s/testing", self.timings.pop("testing"), reduce="sum")
@@ -279,6 +313,11 @@ class Trainer:
             path = self.store.save(self.global_steps, lambda folder: save(self, folder), score=self.evaluation.score)
         self.saved_steps = self.global_steps
         return path
+
+    def _save_what_is_done(self) -> None:
+        """At an end before the last step: what a run that saves at its end would save."""
+        if self.config.trainer.save_final and self.saved_steps < self.global_steps:
+            self.save()
 
     def info(self) -> RunInfo:
         trainer = self.config.trainer
@@ -327,6 +366,9 @@ class Trainer:
         try:
             yield
             completed = True
+        except KeyboardInterrupt as error:
+            error.args = error.args or (what_is_kept(self),)
+            raise
         finally:
             if before is None:
                 self._end_record(completed=completed)

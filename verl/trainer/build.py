@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,7 @@ from verl.rollout.multi_turn import load_environment, schemas_of
 from verl.trainer.groups import cluster_address, workers_choice
 from verl.trainer.megatron_plan import check_megatron
 from verl.trainer.placement import check_devices
+from verl.trainer.rollout_split import check_rollout_split
 from verl.trainer.settings import hardware_for, multi_turn_settings
 
 
@@ -60,10 +62,11 @@ def prepare(config: Config, *, train_rows=None, validation_rows=None) -> Plan:
         config, need_data=train_rows is None, has_validation=True if validation_rows is not None else None
     )
     model = config.actor_rollout_ref.model
-    options = {"seed": config.trainer.seed, "chat_template": model.custom_chat_template}
-    several = multi_turn_settings(config)
-    if several is not None:
-        options["tools"] = schemas_of(load_environment(several))
+    options = {
+        "seed": config.trainer.seed,
+        "chat_template": model.custom_chat_template,
+        "tools": tools_of(config),
+    }
     train = build_prompt_dataset(config.data, tokenizer, "train", files=train_rows, **options)
     validation = None
     if validation_rows is not None or config.data.val_files:
@@ -71,6 +74,12 @@ def prepare(config: Config, *, train_rows=None, validation_rows=None) -> Plan:
     else:
         config.trainer.test_freq = -1  # a notice of validate() has said that it has no effect
     return plan_of(config, choice, tokenizer, train, validation)
+
+
+def tools_of(config: Config) -> list[dict[str, Any]] | None:
+    """What the chat template is told of the tools of a multi-turn run; None where there are none."""
+    several = multi_turn_settings(config)
+    return None if several is None else schemas_of(load_environment(several))
 
 
 def begin(
@@ -94,6 +103,7 @@ def begin(
     model = config.actor_rollout_ref.model
     _tell_of_context(config)
     check_megatron(config)
+    check_rollout_split(config, choice)
     tokenizer = load_tokenizer(
         config.actor_rollout_ref.model.tokenizer_path,
         trust_remote_code=model.trust_remote_code,

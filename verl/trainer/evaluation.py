@@ -15,7 +15,7 @@ from verl.errors import DataError
 from verl.metrics import Metrics
 from verl.protocol import DataProto
 from verl.tracking import dump_generations
-from verl.trainer.build import columns_of
+from verl.trainer.build import columns_of, tools_of
 from verl.trainer.ppo import preview_flow, validation_flow
 from verl.trainer.roles import Roles
 from verl.trainer.samples import decode_rows, ground_truths, prompt_values, row_scores, sample_rows
@@ -100,7 +100,9 @@ class Evaluation:
                     prompts = [line.rstrip("\n") for line in lines if line.strip()]
             except OSError as error:
                 raise DataError(f"trainer.sample_prompts={prompts} cannot be read: {error.strerror}") from error
-        dataset = PromptDataset(rows_from_prompts(prompts), self.tokenizer, self.config.data)
+        dataset = PromptDataset(
+            rows_from_prompts(prompts), self.tokenizer, self.config.data, tools=tools_of(self.config)
+        )
         rows = [dataset[i] for i in range(len(dataset))]
         return collate_prompts(rows, [f"preview{i}" for i in range(len(rows))])
 

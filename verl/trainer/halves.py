@@ -72,6 +72,7 @@ def rollout(trainer: Trainer, prompts: DataProto, *, n: int | None = None, **sam
             outputs.append(f"prompt/{_BASELINE}")
     flow = Dataflow(*table, inputs=prompt_inputs(columns), state=STATE, name="rollout", outputs=outputs)
     flow.versions = trainer.flows.versions
+    trainer.sync_rollout()
     result = trainer.run_flow(flow, prompts, trainer.global_steps + 1, commit=False)
     return _with_prompts(result)
 
@@ -83,8 +84,10 @@ def update(trainer: Trainer, batch: DataProto, *, change_flow: ChangeFlow | None
         change_flow: see :class:`verl.trainer.base.Trainer`, for this half.
 
     Raises:
-        DataflowError: the batch lacks what a rollout with scores has.
+        DataflowError: the batch lacks what a rollout with scores has. ConfigError: the schedule is not ``sync``.
     """
+    if trainer.pipeline is not None:
+        raise ConfigError("trainer.schedule=one_step_off runs both halves of a step itself: use fit() or train_step()")
     present = {*batch.non_tensor_batch, *(batch.batch.keys() if batch.batch is not None else ())}
     missing = [name for name in (*ROLLOUT, *SCORES, "uid", "sample_id", "prompt_ids") if name not in present]
     if missing:

@@ -6,6 +6,7 @@ Each is a small function of a batch; what it needs of the configuration is bound
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,8 @@ def shape_rewards(batch: DataProto, *, config: Config, kl_controller: FixedKLCon
     """``token_level_rewards``: the scores, less the soft penalty on length and the KL in the reward."""
     b, metrics = tensors_of(batch), Metrics()
     rewards, mask = b["token_level_scores"].float(), as_mask(b["response_mask"])
-    overlong = config.reward.overlong_buffer
-    if overlong.enable:
-        lengths = b["attention_mask"][:, -mask.shape[1] :].sum(1)
-        penalty = overlong_penalty(lengths, config.data.max_response_length, overlong.len, overlong.penalty_factor)
+    penalty = _length_penalty(b, config)
+    if penalty is not None:
         metrics.add("reward/overlong_penalty/mean", float(penalty.mean()), weight=len(penalty))
         rewards = torch.where(last_token(mask), rewards + penalty[:, None], rewards)
     if config.algorithm.use_kl_in_reward:
@@ -60,6 +59,15 @@ def shape_rewards(batch: DataProto, *, config: Config, kl_controller: FixedKLCon
         metrics.merge(found)
         kl_controller.update(observed, len(rewards))
     return result(metrics, token_level_rewards=rewards)
+
+
+def _length_penalty(b: Mapping[str, Any], config: Config) -> torch.Tensor | None:
+    """(B,) what DAPO's soft limit adds to a response's score; None where it is off."""
+    overlong = config.reward.overlong_buffer
+    if not overlong.enable:
+        return None
+    lengths = b["attention_mask"][:, -b["response_mask"].shape[1] :].sum(1)
+    return overlong_penalty(lengths, config.data.max_response_length, overlong.len, overlong.penalty_factor)
 
 
 def correct(batch: DataProto, *, config: Config) -> DataProto:
@@ -110,8 +118,15 @@ def _plan(batch: DataProto, role: Actor | Critic, config: Config) -> MiniBatchPl
     )
 
 
-def filter_groups(batch: DataProto, *, metric: str) -> DataProto:
-    """The rows of prompts whose responses do not all score the same (dynamic sampling)."""
+def filter_groups(batch: DataProto, *, metric: str, config: Config | None = None) -> DataProto:
+    """The rows of prompts whose responses do not all score the same (dynamic sampling).
+
+    Args:
+        metric: ``score`` (what the reward function gave), ``acc`` (what it reported under that name), ``seq_reward``
+            (the score with the soft penalty on length) or ``seq_final_reward`` (the same here: with a KL in the reward,
+            which is not known yet, the configuration is refused).
+        config: for the penalty on length.
+    """
     b = tensors_of(batch)
     scores = b["token_level_scores"].masked_fill(~as_mask(b["response_mask"]), 0).sum(1).numpy()
     if metric == "acc":
@@ -122,6 +137,9 @@ def filter_groups(batch: DataProto, *, metric: str) -> DataProto:
                 key="filter_groups/acc",
             )
         scores = np.array([score if acc is None else _accuracy(acc) for acc, score in zip(found, scores, strict=True)])
+    penalty = _length_penalty(b, config) if config is not None and metric.startswith("seq_") else None
+    if penalty is not None:
+        scores = scores + penalty.numpy()
     keep, metrics = keep_varied_groups(scores, b["uid"], b["score_valid"])
     kept = DataProto(non_tensor_batch={key: b[key][keep] for key in ("uid", "sample_id")})
     kept.meta_info["metrics"] = metrics

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from verl.config import Config, needs_critic, needs_reference, own_pools, processes
 from verl.errors import ConfigError
 from verl.hardware import Choice
+from verl.notices import notice
 
 MAIN = "actor"
 """The pool of the policy, and of every role that has none of its own."""
@@ -14,6 +15,7 @@ TERMS = {
     MAIN: ("trainer.n_gpus_per_node", "trainer.nnodes"),
     "reference": ("actor_rollout_ref.ref.n_gpus_per_node", "actor_rollout_ref.ref.nnodes"),
     "critic": ("critic.n_gpus_per_node", "critic.nnodes"),
+    "rollout": ("actor_rollout_ref.rollout.n_gpus_per_node", "actor_rollout_ref.rollout.nnodes"),
 }
 
 
@@ -82,7 +84,8 @@ def devices_described(config: Config, choice: Choice) -> str:
 
 
 def check_devices(config: Config, choice: Choice, address: str | None) -> None:
-    """Before anything is loaded: a run on this machine's GPUs must not ask for more than there are.
+    """Before anything is loaded: a run on this machine's GPUs must not ask for more than there are, and a rollout that
+    runs beside the update must have some of its own.
 
     Args:
         address: of a Ray cluster that is joined; it is asked when it is there.
@@ -90,6 +93,7 @@ def check_devices(config: Config, choice: Choice, address: str | None) -> None:
     Raises:
         ConfigError: with both numbers.
     """
+    _check_rollout(config, choice)
     if choice.device.kind != "cuda" or address is not None or processes(config) == 1:
         return
     import torch
@@ -105,3 +109,18 @@ def check_devices(config: Config, choice: Choice, address: str | None) -> None:
         f"{asked} GPUs are asked for ({terms}) and this machine has {there}: lower them, join a Ray cluster with "
         "trainer.ray_address, or set trainer.device=cpu for CPU processes."
     )
+
+
+def _check_rollout(config: Config, choice: Choice) -> None:
+    """The schedule one_step_off keeps a second copy of the policy, which needs a place."""
+    rollout = config.actor_rollout_ref.rollout
+    if config.trainer.schedule != "one_step_off" or rollout.nnodes > 0:
+        return
+    key = "trainer.schedule=one_step_off"
+    if choice.device.kind != "cpu" and choice.rollout_engine != "vllm_server":
+        raise ConfigError(
+            f"{key}: on one device rollout and update would wait for each other, and the weights would be there twice. "
+            "Give the rollout devices of its own (actor_rollout_ref.rollout.nnodes=1 and .n_gpus_per_node), a server "
+            "(actor_rollout_ref.rollout.name=vllm_server), or leave the schedule at sync."
+        )
+    notice(f"{key}: the rollout has a copy of the weights in this process, and works beside the update in its threads.")

@@ -26,6 +26,7 @@ from verl.config import (
     processes,
     samples_per_step,
 )
+from verl.config.tree import Actor
 from verl.errors import ConfigError
 from verl.hardware import Choice, Device, choose, machine_memory_bytes
 from verl.hardware.cards import CARDS, Card
@@ -53,6 +54,7 @@ from verl.hardware.remedies import (
 from verl.hardware.seconds import StepWork, step_seconds
 from verl.models.loading import building_models, load_config
 from verl.trainer.megatron_plan import check_megatron, layout_lines
+from verl.trainer.rollout_split import check_rollout_split, rollout_split, split_lines
 
 IMAGINED_HOST = 64 * GIB  # of a machine of which only the GPU's name is known
 
@@ -91,7 +93,7 @@ def workload(config: Config, choice: Choice, shape: ModelShape) -> Workload:
         batching = micro_batching(config, step)
         return min(whole, batching.rows * longest if batching.rows is not None else max(batching.tokens, longest))
 
-    half = choice.dtype in ("bfloat16", "float16")
+    half, split = choice.dtype in ("bfloat16", "float16"), rollout_split(config, choice)
     return Workload(
         element=2 if half else 4,
         device_bytes=choice.device.memory_bytes,
@@ -102,14 +104,15 @@ def workload(config: Config, choice: Choice, shape: ModelShape) -> Workload:
         forward_tokens=tokens("old_log_prob"),
         trained_share=_trained_share(config),
         trainable=trainable,
-        rollout_rows=min(parts.rollout.max_num_seqs, -(-samples_per_step(config) // ranks)),
+        rollout_rows=min(parts.rollout.max_num_seqs, -(-samples_per_step(config) * split // ranks)),
+        rollout_split=split,
         rollout_tokens=longest,
         cache_share=parts.rollout.gpu_memory_utilization if on_gpu else 1.0,
         optimizer=parts.actor.optim.optimizer.lower(),
         critic_optimizer=config.critic.optim.optimizer.lower(),
         reference=needs_reference(config) and not rank,
         critic=needs_critic(config),
-        checkpointing=bool(parts.model.enable_gradient_checkpointing),
+        checkpointing=bool(parts.model.enable_gradient_checkpointing) or _recomputes(parts.actor),
         checkpointed=1 / parts.model.gradient_checkpointing_every,
         compiled=parts.model.compile_layers and choice.triton,
         offload=bool(parts.actor.optim.offload) and on_gpu,
@@ -118,9 +121,26 @@ def workload(config: Config, choice: Choice, shape: ModelShape) -> Workload:
         critic_away=bool(config.critic.param_offload) and on_gpu,
         quantised=parts.model.quantization,
         shards=_shards(config, ranks),
-        cut=parts.actor.strategy == "megatron",
+        **_megatron(config, ranks),
         flash=choice.attention in ("varlen", "flash_attn"),
     )
+
+
+def _recomputes(actor: Actor) -> bool:
+    """Megatron-Core is told to compute whole layers again."""
+    override = actor.megatron.override_transformer_config
+    return actor.strategy == "megatron" and override.recompute_granularity == "full"
+
+
+def _megatron(config: Config, ranks: int) -> dict[str, Any]:
+    """What Megatron-Core makes of the policy."""
+    actor = config.actor_rollout_ref.actor
+    if actor.strategy != "megatron":
+        return {}
+    split = actor.megatron
+    stages = split.pipeline_model_parallel_size or 1
+    copies = max(1, ranks // (stages * (split.tensor_model_parallel_size or 1)))
+    return {"cut": True, "stages": stages, "sharers": copies if split.use_distributed_optimizer else 1}
 
 
 def _shards(config: Config, ranks: int) -> int:
@@ -129,7 +149,7 @@ def _shards(config: Config, ranks: int) -> int:
     if ranks == 1 or actor.strategy == "torch":
         return 1
     if actor.strategy == "megatron":
-        return actor.megatron.tensor_model_parallel_size or 1
+        return (actor.megatron.tensor_model_parallel_size or 1) * (actor.megatron.pipeline_model_parallel_size or 1)
     return ranks if actor.fsdp_config.fsdp_size < 1 else actor.fsdp_config.fsdp_size
 
 
@@ -259,7 +279,9 @@ def plan_lines(config: Config, choice: Choice, found: Card | None = None) -> Ite
     yield f"Memory plan for {device} with {_gib(work.device_bytes)}: {shape.parameters / 1e9:.2f} B parameters"
     yield f"  in {choice.dtype}, attention {choice.attention}, micro-batches of {work.micro_tokens:,} computed tokens"
     check_megatron(config, need_package=False)
+    check_rollout_split(config, choice)
     yield from layout_lines(config)
+    yield from split_lines(config, choice)
     for change in chosen.changes:
         yield f"  chosen by this plan: {_shown(change)}"
     for phase in phases(shape, work):
@@ -289,7 +311,27 @@ def _shown(change: Change) -> str:
     return f"{values}: peak {_gib(change.peak.total)}"
 
 
+def expected_seconds(config: Config, choice: Choice, found: Card) -> dict[str, float]:
+    """Seconds of a step by the name of its node, as far as the plan knows them. ``config`` is resolved."""
+    model = config.actor_rollout_ref.model
+    shape = model_shape(str(model.path), model.trust_remote_code)
+    changes = automatic(config, choice).changes
+    seconds = _phase_seconds(config, shape, changes[-1].work if changes else workload(config, choice, shape), found)
+    passes = {"old_logp": needs_old_log_probs(config), "ref_logp": needs_reference(config)}
+    passes["values"] = needs_critic(config)
+    each = seconds["log-probs"] / max(1, sum(passes.values()))
+    nodes = {"generate": seconds["rollout"], "update_actor": seconds["update"]}
+    nodes |= {name: each for name, needed in passes.items() if needed}
+    return nodes | ({"update_critic": seconds["critic's update"]} if passes["values"] else {})
+
+
 def _seconds_line(config: Config, shape: ModelShape, work: Workload, found: Card) -> str:
+    seconds = _phase_seconds(config, shape, work, found)
+    parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items() if value)
+    return f"  a step: about {sum(seconds.values()):.1f} s if every response is full ({parts})"
+
+
+def _phase_seconds(config: Config, shape: ModelShape, work: Workload, found: Card) -> dict[str, float]:
     data, actor = config.data, config.actor_rollout_ref.actor
     steps = optimizer_steps_per_rollout(config) if generates(config) else 1
     passes = sum((needs_old_log_probs(config), needs_reference(config), needs_critic(config)))
@@ -301,9 +343,7 @@ def _seconds_line(config: Config, shape: ModelShape, work: Workload, found: Card
         forwards=passes,
         optimizer_steps=steps,
     )
-    seconds = step_seconds(shape, work, tokens, found)
-    parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items() if value)
-    return f"  a step: about {sum(seconds.values()):.1f} s if every response is full ({parts})"
+    return step_seconds(shape, work, tokens, found)
 
 
 def _gib(count: float) -> str:

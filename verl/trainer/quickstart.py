@@ -10,6 +10,7 @@ from typing import Any
 
 from verl.cli.arguments import Arguments, count
 from verl.config.presets import PRESETS
+from verl.errors import ConfigError
 from verl.language import language
 from verl.trainer.quickstart_texts import TEXTS
 
@@ -36,7 +37,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Arguments(prog="verl quickstart", description=texts["description"], epilog=texts["epilog"])
     parser.add_argument("--model", metavar="PATH", help=texts["model"])
     parser.add_argument("--steps", type=count, default=STEPS, help=texts["steps"].format(steps=STEPS))
-    parser.add_argument("--algorithm", default="grpo", choices=sorted(PRESETS), help=texts["algorithm"])
+    parser.add_argument("--algorithm", choices=sorted(PRESETS), help=texts["algorithm"])
     parser.add_argument("--seed", type=int, default=42, help=texts["seed"])
     parser.add_argument("--output", metavar="DIR", help=texts["output"])
     parser.add_argument("--lang", metavar="LANGUAGE", help=texts["lang"])
@@ -51,10 +52,11 @@ def main(argv: list[str]) -> int:
     from verl.data import arithmetic_task
     from verl.trainer.smollm2 import model_folder
 
-    folder = Path(arguments.output) if arguments.output else _new_folder(arguments.algorithm)
+    algorithm = _algorithm(arguments)
+    folder = Path(arguments.output) if arguments.output else _new_folder(algorithm)
     values = {
         **SETTINGS,
-        "algorithm.name": arguments.algorithm,
+        "algorithm.name": algorithm,
         "actor_rollout_ref.model.path": arguments.model or str(model_folder()),
         "trainer.total_training_steps": arguments.steps,
         "trainer.seed": arguments.seed,
@@ -78,6 +80,22 @@ def main(argv: list[str]) -> int:
     before, after = trainer.fit_with_scores()
     _conclude(trainer, folder, (before, after), time.perf_counter() - started, texts)
     return 0
+
+
+def _algorithm(arguments: argparse.Namespace) -> str:
+    """The option, or an override that says the same.
+
+    Raises:
+        ConfigError: both are there and differ, or the override names what cannot learn this task.
+    """
+    from verl.config.overrides import algorithm_given
+
+    key, name = algorithm_given(arguments.overrides) or ("--algorithm", arguments.algorithm or "grpo")
+    if arguments.algorithm not in (None, name):
+        raise ConfigError(f"--algorithm {arguments.algorithm} and {key}={name} name two algorithms: give one of them")
+    if name not in PRESETS:
+        raise ConfigError(f"{key}={name} cannot learn the quick start's sums; there are {', '.join(sorted(PRESETS))}")
+    return name
 
 
 def _new_folder(algorithm: str) -> Path:

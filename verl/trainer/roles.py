@@ -29,6 +29,7 @@ from verl.workers.critic import Critic
 from verl.workers.preference import SyncedReference
 from verl.workers.reference import Reference
 from verl.workers.reward_scorer import ROWS, RewardModel
+from verl.workers.rollout import Rollout
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Roles:
     prompt_columns: Sequence[str]
     dump_folder: Path
     placement: Placement | None = None
+    rollout: WorkerGroup | None = None  # generates with weights of its own; None: the actor does
+    sent_version: int | None = None  # of the weights that the rollout has
 
     def generate(self, batch: DataProto, *, n: int, sampling: SamplingParams):
         """Stream the n responses of every prompt.
@@ -52,13 +55,27 @@ class Roles:
         """
         prompts = batch.non_tensor_batch["prompt_ids"]
         width = max(len(ids) for ids in prompts)
-        highest, vocabulary = max(int(ids.max()) for ids in prompts), self.actor.describe()["vocabulary"]
+        sampler = self.rollout or self.actor
+        highest, vocabulary = max(int(ids.max()) for ids in prompts), sampler.describe()["vocabulary"]
         if highest >= vocabulary:
             raise ModelError(
                 f"A prompt has the token id {highest}, but the model's vocabulary has {vocabulary} entries: the "
                 "tokenizer is another model's; set actor_rollout_ref.model.tokenizer_path to the right one."
             )
-        return self.actor.generate(batch, n=n, sampling=sampling, prompt_width=width)
+        return sampler.generate(batch, n=n, sampling=sampling, prompt_width=width)
+
+    def send_weights(self, version: int) -> None:
+        """Copy the actor's weights, which are of this version, into the rollout's own."""
+        assert self.rollout is not None
+        for piece in self.actor.weights():
+            self.rollout.load_weights(piece)
+        self.rollout.weights_changed()
+        self.sent_version = version
+
+    def describe(self) -> dict[str, Any]:
+        """The policy, and the engine that generates."""
+        engine = {} if self.rollout is None else {"rollout_engine": self.rollout.describe()["rollout_engine"]}
+        return {**self.actor.describe(), **engine}
 
     def generate_greedy(self, batch: DataProto, *, sampling: SamplingParams) -> DataProto:
         """One response a prompt, as rows of the prompts themselves."""
@@ -108,6 +125,8 @@ class Roles:
 
     def pool_of(self, role: str) -> str:
         """The pool of a role's nodes in a dataflow: nodes on one pool take turns, those on several run together."""
+        if role == "rollout" and self.rollout is not None:
+            return "rollout"  # also where it has no devices of its own: it never waits for the policy
         return MAIN if self.placement is None else self.placement.pool_of(role)
 
     def groups(self) -> list[WorkerGroup]:
@@ -141,7 +160,7 @@ def build_roles(
     import_libraries(external_libraries(config))
     reference = reference_settings(config, choice)
     reference_cls = SyncedReference if config.preference.sync_ref_model else Reference
-    critic = critic_settings(config, choice, total_steps)
+    policy, critic = actor_settings(config, choice, total_steps), critic_settings(config, choice, total_steps)
     reward = build_reward(config, tokenizer) if generates(config) else None
     made: list[WorkerGroup] = []
 
@@ -151,7 +170,7 @@ def build_roles(
 
     try:
         return Roles(
-            actor=group("actor", Actor, actor_settings(config, choice, total_steps)),
+            actor=group("actor", Actor, policy),
             reference=group("reference", reference_cls, reference) if reference else None,
             critic=group("critic", Critic, critic) if critic else None,
             reward=reward,
@@ -159,6 +178,7 @@ def build_roles(
             prompt_columns=tuple(prompt_columns),
             dump_folder=Path(config.trainer.default_local_dir),
             placement=placement_of(config),
+            rollout=group("rollout", Rollout, policy) if config.trainer.schedule == "one_step_off" else None,
         )
     except BaseException:
         for built in made:

@@ -20,13 +20,20 @@ from verl.checkpoint import (
     write_state,
 )
 from verl.checkpoint.pieces import PieceWriter, SavedPieces
+from verl.config import Config, family
+from verl.dataflow.ahead import input_rows
 from verl.errors import CheckpointError, VerlError
 from verl.notices import notice
+from verl.trainer.settings import algorithm_name
 
 if TYPE_CHECKING:
     from verl.trainer.base import Trainer
 
 STATE_FOLDER = "train_state"
+AHEAD = "ahead"  # prefix of the rows that were made ahead of their step
+_ANEW = (
+    "Start anew with trainer.resume_mode=disable, or give this run a folder of its own with trainer.default_local_dir."
+)
 
 
 def save(trainer: Trainer, folder: Path) -> None:
@@ -50,15 +57,72 @@ def save(trainer: Trainer, folder: Path) -> None:
         "best_score": trainer.evaluation.score,
         "metrics": trainer.metrics,
         "runtime": runtime_facts(),
+        "made_by": _maker(trainer.config),
     }
+    pending = (trainer.pipeline.state_dict() if trainer.pipeline is not None else None) or {}
+    frames = pending.pop("frames", {})
+    extra["ahead"] = pending or None
     write_state(folder / STATE_FOLDER, tensors, extra)
     protos = {f"{name}.{frame}": batch for name, state in loops.items() for frame, batch in state["frames"].items()}
+    protos |= {f"{AHEAD}.{frame}": rows for frame, rows in frames.items()}
     write_protos(folder / STATE_FOLDER, protos)
 
 
 def save_elsewhere(trainer: Trainer, directory: str | Path) -> Path:
     """Write a checkpoint of the steps done into a folder that is not the run's own; the checkpoint's folder."""
     return CheckpointStore(directory).save(trainer.global_steps, lambda folder: save(trainer, folder))
+
+
+def _maker(config: Config) -> dict[str, str]:
+    """What a checkpoint of this run is: the kind of training and what is minimised; ``name`` is for people."""
+    kind = family(config)
+    loss, name = "", algorithm_name(config).lower()
+    if kind in ("preference", "online_preference"):
+        loss = config.preference.loss_type
+        name += f" with preference.loss_type={loss}"
+    if config.sft.train_files:
+        name += " with SFT steps between (sft.train_files)"
+    model = str(config.actor_rollout_ref.model.path)
+    estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}" if kind == "ppo" else ""
+    return {
+        "kind": kind + ("+sft" if config.sft.train_files else ""),
+        "loss": loss,
+        "name": name,
+        "estimator": estimator,
+        "model": str(Path(model).resolve()) if Path(model).exists() else model,
+    }
+
+
+def check_maker(config: Config, folder: Path) -> None:
+    """Before a model is loaded: that the checkpoint was made by a run of this kind, with this loss.
+
+    The moments of the optimizer and the place in the data are those of that run, so another kind cannot go on with
+    them. Estimators of one kind may follow each other, with a notice. Checkpoints from before this was kept say
+    nothing.
+
+    Raises:
+        CheckpointError: it was made by another kind of run, or with another preference loss.
+    """
+    made, mine = read_state(folder / STATE_FOLDER)[1].get("made_by"), _maker(config)
+    if not isinstance(made, dict):
+        return
+    if any(made.get(item) != mine[item] for item in ("kind", "loss")):
+        raise CheckpointError(
+            f"{folder} was made by {made.get('name')}, and this run is {mine['name']}: it cannot go on with that run's "
+            "optimizer and place in the data. Give it a folder of its own (trainer.default_local_dir), to begin from "
+            f"those weights with actor_rollout_ref.model.path={folder / 'actor'}; or start anew here with "
+            "trainer.resume_mode=disable."
+        )
+    if made.get("estimator") != mine["estimator"]:
+        notice(
+            f"The checkpoint was made with {made.get('estimator')}; the run goes on with {mine['estimator']}, its "
+            "weights and its optimizer."
+        )
+    if made.get("model") != mine["model"]:
+        notice(
+            f"The checkpoint's run began from {made.get('model')}; actor_rollout_ref.model.path={mine['model']} gives "
+            "way to the checkpoint's weights (trainer.resume_mode=disable begins from it)."
+        )
 
 
 def restore(trainer: Trainer, folder: Path) -> None:
@@ -86,32 +150,45 @@ def _restore(trainer: Trainer, folder: Path) -> None:
             mine = _state_of(name, folder, tensors)
             if not mine:
                 raise CheckpointError(
-                    f"{folder} has no {name}, but this run trains one; was it made by another algorithm?"
+                    f"{folder} has no {name}, but this run trains one; was it made by another algorithm? {_ANEW}"
                 )
             try:
                 group.load_state_dict(mine)
             except VerlError as error:
-                raise CheckpointError(
-                    f"{folder} cannot be resumed from: {error} Start anew with trainer.resume_mode=disable, or give "
-                    "this run a folder of its own with trainer.default_local_dir."
-                ) from error
+                raise CheckpointError(f"{folder} cannot be resumed from: {error} {_ANEW}") from error
     trainer.loader.load_state_dict(extra["loader"])
     for name, kept in trainer.recipe.memory(trainer.roles).items():
         if name not in extra:
             raise CheckpointError(
-                f"{folder} has no {name}, which this run needs; was it made by another algorithm? Start anew with "
-                "trainer.resume_mode=disable, or give this run a folder of its own with trainer.default_local_dir."
+                f"{folder} has no {name}, which this run needs; was it made by another algorithm? {_ANEW}"
             )
         kept.load_state_dict(extra[name])
     rng.restore({k.removeprefix("rng/"): v for k, v in tensors.items() if k.startswith("rng/")}, extra["rng"])
     trainer.flows.versions.update(extra["versions"])
     _restore_loops(trainer, folder, extra["loops"])
+    _restore_ahead(trainer, folder, extra.get("ahead"))
     trainer.evaluation.score = extra["best_score"]
     trainer.global_steps, trainer.metrics = extra["global_step"], extra["metrics"]
     differences = environment_differences(extra["runtime"], runtime_facts())
     if differences:
         notice(f"Resuming is not bit for bit here, because these differ from the checkpoint: {'; '.join(differences)}.")
     notice(f"Resuming from {folder} after step {step_of(folder)}.")
+
+
+def _restore_ahead(trainer: Trainer, folder: Path, pending: dict[str, Any] | None) -> None:
+    """The rows of the next step, if they were made already; without that schedule their prompts are used again."""
+    if pending is None:
+        return
+    protos = read_protos(folder / STATE_FOLDER)
+    frames = {name.removeprefix(f"{AHEAD}."): rows for name, rows in protos.items() if name.startswith(f"{AHEAD}.")}
+    if trainer.pipeline is not None:
+        trainer.pipeline.load_state_dict({**pending, "frames": frames})
+        return
+    trainer.prompts_back = input_rows(trainer.flows.flow("train", trainer.global_steps + 1), frames)
+    notice(
+        f"{folder} has the rollout of step {pending['step']}, made ahead (trainer.schedule=one_step_off); here its "
+        "prompts are answered anew, by the present weights."
+    )
 
 
 def _state_of(name: str, folder: Path, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from verl.config import (
     needs_old_log_probs,
     needs_reference,
 )
-from verl.config.tree import Actor, Critic, Model, Optim, Ref
+from verl.config.tree import Actor, Critic, MegatronConfig, MegatronSplit, Model, Optim, Ref
 from verl.hardware import Choice, check_explicit, decide, environment_dtype
 from verl.hardware.remedies import CRITIC_AWAY, CRITIC_OFFLOAD, OFFLOAD, REFERENCE_AWAY
 from verl.models.settings import PACKED_ATTENTIONS, LoraSettings, ModelSettings
@@ -22,16 +22,17 @@ from verl.notices import notice
 from verl.rewards.loading import read_function
 from verl.rollout.base import SamplingParams
 from verl.rollout.multi_turn.settings import MultiTurnSettings
-from verl.rollout.vllm.settings import VLLMSettings
-from verl.train_engine.parallel import ParallelSettings
+from verl.rollout.remote.settings import RemoteSettings
+from verl.train_engine.parallel import ParallelSettings, Recompute
 from verl.train_engine.torch_engine import OptimizerSettings
 from verl.trainer.planning import automatic, checkpointing_needed
+from verl.trainer.rollout_split import rollout_split, splits_here
 from verl.workers.settings import ActorSettings, CriticSettings, Cut, ReferenceSettings, RolloutSettings
 
-VLLM = ("vllm", "vllm_server")
-VLLM_ONLY = (
+REMOTE = ("vllm", "vllm_server", "sglang")
+REMOTE_ONLY = (
     *("max_model_len", "tensor_model_parallel_size", "enforce_eager", "enable_chunked_prefill"),
-    *("enable_prefix_caching", "free_cache_engine", "engine_kwargs.vllm", "server_url", "server_weights_dir"),
+    *("enable_prefix_caching", "free_cache_engine", "engine_kwargs", "server_url", "server_weights_dir"),
     "probe_tolerance",
 )
 """Keys under ``actor_rollout_ref.rollout`` that the other engines do not read."""
@@ -51,7 +52,7 @@ def hardware_for(config: Config, choice: Choice | None = None) -> Choice:
         rollout_dtype=rollout_dtype,
         strict_engine=rollout.strict,
     )
-    if choice.rollout_dtype != choice.dtype and choice.rollout_engine not in VLLM:
+    if choice.rollout_dtype != choice.dtype and choice.rollout_engine not in REMOTE:
         notice(
             f"The rollout works on the training weights, so it computes in {choice.dtype}; "
             f"the rollout dtype {choice.rollout_dtype} is not used."
@@ -193,7 +194,7 @@ def actor_settings(config: Config, choice: Choice, total_steps: int) -> ActorSet
     """``config`` must be resolved."""
     parts = config.actor_rollout_ref
     actor, rollout = parts.actor, parts.rollout
-    sharers = actor.ulysses_sequence_parallel_size
+    sharers = _sharers(actor)
     return ActorSettings(
         model=policy_of(parts.model, choice, config),
         optimizer=optimizer_of(actor.optim, config, choice, total_steps=total_steps, grad_clip=actor.grad_clip),
@@ -204,8 +205,9 @@ def actor_settings(config: Config, choice: Choice, total_steps: int) -> ActorSet
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             response_width=config.data.max_response_length,
             seed=rollout.seed,
+            tensor_size=rollout_split(config, choice),
             multi_turn=multi_turn_settings(config),
-            vllm=vllm_settings(config, choice),
+            remote=remote_settings(config, choice),
         ),
         loss=_loss_of(config),
         temperature=learning_temperature(config),
@@ -215,18 +217,23 @@ def actor_settings(config: Config, choice: Choice, total_steps: int) -> ActorSet
         log_prob_cut=planned_cut(micro_batching(config, "old_log_prob"), config, choice, sharers=sharers),
         use_rollout_log_probs=config.algorithm.rollout_correction.bypass_mode,
         parallel=parallel_of(actor, "actor_rollout_ref.actor"),
+        generates=config.trainer.schedule == "sync",
     )
 
 
-def vllm_settings(config: Config, choice: Choice) -> VLLMSettings | None:
-    """None where another engine generates; a notice if it is told something that only vLLM hears."""
+def remote_settings(config: Config, choice: Choice) -> RemoteSettings | None:
+    """None where another engine generates; a notice if it is told something that only these hear."""
     rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
-    if choice.rollout_engine not in VLLM:
-        unheard = [name for name in VLLM_ONLY if any(k.startswith(f"{key}.{name}") for k in config.explicit)]
+    if choice.rollout_engine not in REMOTE:
+        heard = {"tensor_model_parallel_size"} if splits_here(config, choice) else set()
+        given = [n for n in REMOTE_ONLY if any(k.startswith(f"{key}.{n}") for k in config.explicit)]
+        unheard = [name for name in given if name not in heard]
         if unheard:
-            notice(f"{', '.join(f'{key}.{name}' for name in unheard)}: only vLLM reads this, and it is not used here.")
+            names = ", ".join(f"{key}.{name}" for name in unheard)
+            notice(f"{names}: only vLLM and SGLang read this, and they are not used here.")
         return None
-    return VLLMSettings(
+    kwargs = rollout.engine_kwargs
+    return RemoteSettings(
         dtype=choice.rollout_dtype,
         max_model_len=rollout.max_model_len or max_sequence_length(config),
         max_num_seqs=rollout.max_num_seqs,
@@ -239,7 +246,7 @@ def vllm_settings(config: Config, choice: Choice) -> VLLMSettings | None:
         sleep=rollout.free_cache_engine,
         trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
         seed=int(rollout.seed or 0) % 2**31,
-        engine_kwargs=dict(rollout.engine_kwargs.vllm),
+        engine_kwargs=dict(kwargs.sglang if choice.rollout_engine == "sglang" else kwargs.vllm),
         probe_tolerance=rollout.probe_tolerance,
         server_url=rollout.server_url,
         server_weights_dir=rollout.server_weights_dir,
@@ -291,7 +298,31 @@ def parallel_of(role: Actor | Critic | Ref, key: str, *, offload: bool = False) 
         forward_prefetch=sharding.forward_prefetch,
         sequence_size=role.ulysses_sequence_parallel_size or 1,
         tensor_size=role.megatron.tensor_model_parallel_size or 1,
+        pipeline_size=role.megatron.pipeline_model_parallel_size or 1,
+        virtual_size=role.megatron.virtual_pipeline_model_parallel_size or 1,
+        context_size=role.megatron.context_parallel_size or 1,
+        sequence_parallel=role.megatron.sequence_parallel,
+        distributed_optimizer=isinstance(role.megatron, MegatronConfig) and role.megatron.use_distributed_optimizer,
+        recompute=_recompute_of(role.megatron),
     )
+
+
+def _recompute_of(megatron: MegatronSplit) -> Recompute:
+    """Nothing for a role that is not trained."""
+    if not isinstance(megatron, MegatronConfig):
+        return Recompute()
+    override = megatron.override_transformer_config
+    return Recompute(
+        granularity=override.recompute_granularity,
+        method=override.recompute_method or "uniform",
+        num_layers=override.recompute_num_layers or 1,
+        modules=tuple(override.recompute_modules),
+    )
+
+
+def _sharers(role: Actor | Critic | Ref) -> int:
+    """Ranks that share the tokens of a micro-batch."""
+    return (role.ulysses_sequence_parallel_size or 1) * (role.megatron.context_parallel_size or 1)
 
 
 def learning_temperature(config: Config) -> float:
@@ -305,7 +336,7 @@ def reference_settings(config: Config, choice: Choice) -> ReferenceSettings | No
     if not needs_reference(config) or (own is None and trains_adapters(config.actor_rollout_ref.model)):
         return None
     parts = config.actor_rollout_ref
-    sharers = parts.ref.ulysses_sequence_parallel_size or 1
+    sharers = _sharers(parts.ref)
     cut = planned_cut(micro_batching(config, "ref"), config, choice, sharers=sharers)
     # a reference that follows the policy is written to, so it stays
     offload = not config.preference.sync_ref_model and _offloaded(
@@ -324,7 +355,7 @@ def critic_settings(config: Config, choice: Choice, total_steps: int) -> CriticS
     critic = config.critic
     choice = check_explicit(choice, attention=critic.model.attn_implementation)
     offload = _offloaded(critic.param_offload, CRITIC_AWAY, config, choice)
-    sharers = critic.ulysses_sequence_parallel_size or 1
+    sharers = _sharers(critic)
     custom = critic.model.custom_cls
     own_class = (custom.path, custom.name) if custom.path is not None and custom.name is not None else None
     return CriticSettings(

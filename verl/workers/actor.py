@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,18 +14,16 @@ from verl.algorithms.kl import kl_loss
 from verl.algorithms.registry import get_policy_loss_fn
 from verl.hybrid import make_hybrid
 from verl.metrics import Metrics
-from verl.models.loading import load_tokenizer, save_pretrained, stop_token_ids
+from verl.models.loading import load_tokenizer, save_pretrained
 from verl.models.lora import adapters_off
 from verl.models.policy import load_policy, log_probs
 from verl.protocol import DataProto
-from verl.rollout.base import SamplingParams
-from verl.rollout.multi_turn import Conversations
-from verl.rollout.registry import make_engine
-from verl.rollout.rows import make_requests, stream_rows, with_metrics
 from verl.single_controller import Dispatch, register
 from verl.train_engine.plan import MiniBatch, MiniBatchPlan
-from verl.train_engine.registry import make_train_engine
+from verl.train_engine.registry import make_train_engine, reads_rows
+from verl.train_engine.spread import sent_weights
 from verl.workers.forward import over_micro_batches
+from verl.workers.generating import Generates
 from verl.workers.preference import PreferenceUpdates
 from verl.workers.probs_diff import probs_difference
 from verl.workers.selection import prepare_selection
@@ -34,7 +31,7 @@ from verl.workers.settings import ActorSettings
 from verl.workers.sft import SFTUpdates
 
 
-class Actor(SFTUpdates, PreferenceUpdates):
+class Actor(Generates, SFTUpdates, PreferenceUpdates):
     """The trained policy. The rollout engine works on the same weights.
 
     Args:
@@ -56,45 +53,21 @@ class Actor(SFTUpdates, PreferenceUpdates):
             trust_remote_code=settings.model.trust_remote_code,
             chat_template=settings.chat_template,
         )
-        self.model = load_policy(settings.model) if model is None else model
+        spread = reads_rows(settings.parallel, self.comm, settings.optimizer)
+        self.model = load_policy(settings.model, spread=spread) if model is None else model
         self.engine = make_train_engine(settings.optimizer, self.model, self.comm, settings.parallel)
-        self.hybrid = make_hybrid(self.model, self.engine, self._make_rollout_engine)
-        several = settings.rollout.multi_turn
-        self.conversations = Conversations(several, self.tokenizer) if several else None
+        self.hybrid = None
+        if settings.generates:
+            size = settings.rollout.tensor_size
+            self.hybrid = make_hybrid(self.model, self.engine, self._make_rollout_engine, size)
+        self.conversations = self._make_conversations()
         self.loss = settings.loss
         self.policy_loss = get_policy_loss_fn(self.loss.policy_loss.loss_mode)
 
-    def _make_rollout_engine(self, twin):
-        rollout = self.settings.rollout
-        return make_engine(
-            rollout.engine,
-            twin,
-            self.tokenizer,
-            stop_token_ids(self.model, self.tokenizer),
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            vllm=rollout.vllm,
-        )
-
-    @register(Dispatch.DP_COMPUTE_PROTO, mode="rollout", streaming=True)
-    def generate(self, batch: DataProto, *, n: int, sampling: SamplingParams, prompt_width: int) -> Iterator[DataProto]:
-        """n responses for every prompt row (``prompt_ids``, ``uid``); pieces of sample rows as they finish."""
-        rollout = self.settings.rollout
-        requests = make_requests(batch, n, sampling, rollout.seed)
-        shape = {
-            "prompt_width": prompt_width,
-            "response_width": max(rollout.response_width, sampling.max_tokens),
-            "pad_id": int(self.tokenizer.pad_token_id),
-        }
-        with self.hybrid.rollout_mode() as engine:
-            if self.conversations is None:
-                pieces = stream_rows(engine, requests, **shape)
-            else:
-                pieces = self.conversations.stream(engine, requests, batch, rollout.seed, shape)
-            with contextlib.closing(pieces):
-                for piece in pieces:
-                    yield with_metrics(with_metrics(piece, engine.take_metrics()), self.hybrid.take_metrics())
+    @register(Dispatch.ONE_TO_ALL, streaming=True)
+    def weights(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The trained weights in the type that computes, in pieces, from rank 0; all ranks gather them together."""
+        yield from sent_weights(self.engine, self.rank)
 
     @register(Dispatch.DP_COMPUTE_PROTO, mode="train")
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -244,6 +217,6 @@ class Actor(SFTUpdates, PreferenceUpdates):
             "dtype": str(self.settings.model.torch_dtype).removeprefix("torch."),
             "device": self.settings.model.device,
             "attention": self.model.config._attn_implementation,
-            "rollout_engine": self.hybrid.engine_name,
+            "rollout_engine": None if self.hybrid is None else self.hybrid.engine_name,
             "vocabulary": int(np.int64(self.model.config.get_text_config().vocab_size)),
         }

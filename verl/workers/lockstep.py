@@ -40,6 +40,7 @@ def in_lockstep(
             return done
         failed = None
         left: list[np.ndarray] = []
+        computed: list[tuple[np.ndarray | None, Mapping[str, torch.Tensor]]] = []
         for turn in range(turns):
             micro, number = passes[turn] if turn < len(passes) else (None, None)
             rows = None if number is None else waiting[number]
@@ -48,13 +49,13 @@ def in_lockstep(
                 left += [] if rows is None else [rows]
                 continue
             found = lockstep.infer(lambda micro=micro: compute(micro))
-            if rows is None:
-                continue
             if found is not None:
-                done.append((rows, found))
-            else:
+                computed.append((rows, found))
+            elif rows is not None:
                 failed = (len(rows), costs.tokens(rows))
                 left.append(rows)
+        settled = lockstep.settle([found for _, found in computed])
+        done += [(rows, found) for (rows, _), found in zip(computed, settled, strict=True) if rows is not None]
         failures = [f for f in lockstep.comm.all_gather_object(failed) if f is not None]
         if failures:
             budget.lower(*min(failures), cut)

@@ -10,7 +10,7 @@ from verl.models.offload import HostWeights
 from verl.models.policy import load_policy, log_probs
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Worker, register
-from verl.train_engine.registry import shard_frozen
+from verl.train_engine.registry import reads_rows, shard_frozen
 from verl.workers.fitting import TokenBudget
 from verl.workers.forward import over_micro_batches, shares_prompts
 from verl.workers.settings import ReferenceSettings
@@ -21,12 +21,13 @@ class Reference(Worker):
 
     def __init__(self, settings: ReferenceSettings, *, model: PreTrainedModel | None = None):
         self.settings = settings
-        self.model = load_policy(settings.model, frozen=True) if model is None else model
-        device = next(self.model.parameters()).device
+        spread = reads_rows(settings.parallel, self.comm)
+        self.model = load_policy(settings.model, frozen=True, spread=spread) if model is None else model
+        self.lockstep = shard_frozen(self.model, self.comm, settings.parallel)
+        device = next(self.model.parameters()).device if self.lockstep is None else self.lockstep.device
         self.budget = TokenBudget(
             "the reference's log-probs", "forward", {"forward": 0}, device, shares_prompts=shares_prompts(self.model)
         )
-        self.lockstep = shard_frozen(self.model, self.comm, settings.parallel)
         offload = settings.model.param_offload and self.lockstep is None
         self.host_weights = HostWeights(self.model, frozen=True) if offload else None
 

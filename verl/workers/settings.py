@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.models.settings import ModelSettings
 from verl.rollout.multi_turn.settings import MultiTurnSettings
-from verl.rollout.vllm.settings import VLLMSettings
+from verl.rollout.remote.settings import RemoteSettings
 from verl.train_engine.parallel import ParallelSettings
 from verl.train_engine.torch_engine import OptimizerSettings
 
@@ -23,7 +23,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """The engine, and what a run fixes about sampling."""
+    """The engine, and what a run fixes about sampling. ``tensor_size``: neighbouring ranks that generate together, each
+    with its part of every matrix."""
 
     engine: str = "hf"
     max_num_seqs: int = 256
@@ -31,13 +32,15 @@ class RolloutSettings:
     gpu_memory_utilization: float = 0.5
     response_width: int = 512
     seed: int = 0
+    tensor_size: int = 1
     multi_turn: MultiTurnSettings | None = None
-    vllm: VLLMSettings | None = None
+    remote: RemoteSettings | None = None
 
 
 @dataclass(frozen=True)
 class ActorSettings:
-    """``loss`` is the ``actor_rollout_ref.actor`` group, as the policy losses read it."""
+    """``loss`` is the ``actor_rollout_ref.actor`` group, as the policy losses read it. Not ``generates``: a group of
+    its own does, with a copy of the weights."""
 
     model: ModelSettings
     optimizer: OptimizerSettings
@@ -50,6 +53,7 @@ class ActorSettings:
     log_prob_cut: Cut = field(default_factory=Cut)
     use_rollout_log_probs: bool = False
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    generates: bool = True
 
 
 @dataclass(frozen=True)

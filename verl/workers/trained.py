@@ -13,12 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from verl.errors import TrainingError
 from verl.metrics import Metrics
+from verl.models.backbone import has_dropout
 from verl.models.offload import HostWeights
 from verl.models.packing import computed_tokens, rows_of
+from verl.notices import notice
 from verl.protocol import DataProto
 from verl.single_controller import Dispatch, Worker, register
 from verl.train_engine.base import LossOf, StepReport
 from verl.train_engine.fsdp_export import StreamedExport
+from verl.train_engine.memory import RandomState
 from verl.train_engine.saved import StatePiece
 from verl.train_engine.torch_engine import TorchEngine
 from verl.workers.fitting import TokenBudget, redo_until_it_fits
@@ -136,11 +139,32 @@ class TrainedWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def write_state(self, write: Callable[[int, int, dict[str, StatePiece]], None]) -> None:
         """Let ``write(rank, number of ranks, pieces)`` store this rank's part of :meth:`state_dict`."""
+        random = RandomState.capture()
+        drawn = {"cpu": random.cpu, **{f"gpu{i}": state for i, state in enumerate(random.gpus)}}
+        mine = {f"{self._random}/{name}": StatePiece.whole(state) for name, state in drawn.items()}
         with self.weights_here():
-            write(self.rank, self.world_size, self.engine.state_pieces())
+            write(self.rank, self.world_size, {**self.engine.state_pieces(), **mine})
 
     @register(Dispatch.ONE_TO_ALL)
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Write a state of :meth:`state_dict` into the existing weights."""
         with self.weights_here():
             self.engine.load_state_dict(state)
+        self._restore_random(state)
+
+    @property
+    def _random(self) -> str:
+        """Under which this rank's generators are saved: they are of use to the same rank among as many."""
+        return f"random/{self.rank}-of-{self.world_size}"
+
+    def _restore_random(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Let dropout go on where it was."""
+        if f"{self._random}/cpu" in state:
+            gpus = [name for i in range(torch.cuda.device_count()) if (name := f"{self._random}/gpu{i}") in state]
+            cpu = state[f"{self._random}/cpu"].clone()
+            RandomState(cpu, [state[name].clone() for name in gpus]).restore()
+        elif self.rank == 0 and has_dropout(self.engine.module):
+            notice(
+                f"The checkpoint has no random states for {self.world_size} process{'es' * (self.world_size > 1)}: "
+                "dropout draws other masks than without the stop."
+            )

@@ -16,6 +16,7 @@ from verl.config.tree.actor_rollout import (
 from verl.config.tree.algorithm import Algorithm, FilterGroups, KLControl, RolloutCorrection
 from verl.config.tree.critic import Critic, CriticModel, CriticOptim
 from verl.config.tree.data import CustomClass, Data
+from verl.config.tree.megatron import MegatronConfig, MegatronSplit
 from verl.config.tree.preference import SFT, Distillation, Preference
 from verl.config.tree.reward import CustomRewardFunction, OverlongBuffer, Reward
 from verl.config.tree.reward_model import RewardModel, RewardModelModel
@@ -45,6 +46,8 @@ __all__ = [
     "Distillation",
     "FilterGroups",
     "KLControl",
+    "MegatronConfig",
+    "MegatronSplit",
     "Model",
     "Optim",
     "OverlongBuffer",

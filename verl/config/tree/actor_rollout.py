@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.config import names
 from verl.config.fields import group, option
-from verl.config.tree.megatron import MegatronConfig
+from verl.config.tree.megatron import MegatronConfig, MegatronSplit
 from verl.config.tree.sharding import FSDPConfig
 
 _MICRO = "Sequences a forward pass; `null`: by memory (or by tokens with {dynamic})."
@@ -153,7 +153,7 @@ class Actor:
     strategy: str = option(
         "auto",
         "`torch`: every process has all weights; `fsdp` (or `fsdp2`): a shard each; `auto`: shards if there is more "
-        "than one process; `megatron`: Megatron-Core cuts every matrix over some of them.",
+        "than one process; `megatron`: Megatron-Core lays the model over some of them.",
         choices=names.STRATEGIES,
         normalise=names.strategy_name,
         verl="fsdp",
@@ -178,7 +178,7 @@ class Ref:
         None, "Processes that share the tokens of each micro-batch; `null`: as the actor.", low=1
     )
     fsdp_config: FSDPConfig = group(FSDPConfig, "Sharding of the reference.")
-    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core under the reference.")
+    megatron: MegatronSplit = group(MegatronSplit, "Megatron-Core under the reference.")
     log_prob_micro_batch_size_per_gpu: int | None = option(
         None, _MICRO.format(dynamic="`log_prob_use_dynamic_bsz`"), low=1
     )
@@ -237,6 +237,7 @@ class EngineKwargs:
     """Passed on as they are."""
 
     vllm: dict[str, Any] = option({}, "Arguments of `vllm.EngineArgs`, by name. They win over everything else here.")
+    sglang: dict[str, Any] = option({}, "Arguments of `sglang.Engine`, by name. They win over everything else here.")
 
 
 @dataclass(slots=True)
@@ -254,6 +255,10 @@ class Rollout:
         "Stop if the named engine cannot run here, in place of falling back to native with a notice.",
         verl="(none)",
     )
+    nnodes: int = option(
+        0, "Machines with devices of the rollout's own, for `trainer.schedule=one_step_off`; 0: none.", low=0
+    )
+    n_gpus_per_node: int | None = option(None, "How many on a machine; `null`: as the trainer.", low=1)
     n: int = option(1, "Answers a training prompt.", low=1)
     do_sample: bool = option(True, "Sample; false: greedy.")
     temperature: float = option(1.0, "Temperature, of sampling and of the log-probs in training alike.", low=0)
@@ -271,8 +276,8 @@ class Rollout:
     max_num_batched_tokens: int = option(8192, "Most prompt tokens a prefill pass.", low=1)
     gpu_memory_utilization: float = option(
         0.5,
-        "Share of the GPU's free memory that the cache of running sequences takes. vLLM: share of the whole GPU, "
-        "weights included.",
+        "Share of the GPU's free memory that the cache of running sequences takes. vLLM, SGLang: share of the whole "
+        "GPU, weights included.",
         above=0,
         high=1,
     )
@@ -285,16 +290,20 @@ class Rollout:
     )
     seed: int | None = option(None, "Seed of sampling; `null`: `trainer.seed`.", low=0, below=1e18, verl=42)
     max_model_len: int | None = option(
-        None, "vLLM: tokens of prompt and response together; `null`: the lengths of `data`.", low=2
+        None, "vLLM, SGLang: tokens of prompt and response together; `null`: the lengths of `data`.", low=2
     )
-    tensor_model_parallel_size: int = option(1, "vLLM: GPUs that share the model.", low=1, verl=2)
+    tensor_model_parallel_size: int = option(
+        1, "Processes (vLLM, SGLang: GPUs) that share the model and generate together.", low=1, verl=2
+    )
     enforce_eager: bool | None = option(
-        None, "vLLM: no compilation and no CUDA graphs; `null`: on a CPU only.", verl="false"
+        None, "vLLM, SGLang: no compilation and no CUDA graphs; `null`: on a CPU only.", verl="false"
     )
-    enable_chunked_prefill: bool = option(True, "vLLM: long prompts are computed in pieces, beside decoding.")
-    enable_prefix_caching: bool = option(True, "vLLM: equal beginnings of prompts are computed once.")
+    enable_chunked_prefill: bool = option(True, "vLLM, SGLang: long prompts are computed in pieces, beside decoding.")
+    enable_prefix_caching: bool = option(True, "vLLM, SGLang: equal beginnings of prompts are computed once.")
     free_cache_engine: bool = option(
-        True, "vLLM: weights and cache are given back between rollouts. The native engine always gives its cache back."
+        True,
+        "vLLM, SGLang: weights and cache are given back between rollouts. The native engine always gives its cache "
+        "back.",
     )
     engine_kwargs: EngineKwargs = group(EngineKwargs, "More arguments of a serving engine.")
     server_url: str | None = option(

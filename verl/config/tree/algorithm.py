@@ -24,7 +24,13 @@ class FilterGroups:
     """Dynamic sampling (DAPO): groups whose answers all score the same teach nothing and are replaced."""
 
     enable: bool = option(False, "Drop such groups and draw more prompts until the batch is full.")
-    metric: str | None = option(None, "What is compared; `null`: the score.", choices=names.FILTER_METRICS)
+    metric: str | None = option(
+        None,
+        "What is compared: `score` (the reward function's), `acc` (as it reports it), `seq_reward` (score and penalty "
+        "on length), `seq_final_reward` (with the KL in the reward too, which is refused: it is not known yet); "
+        "`null`: the score.",
+        choices=names.FILTER_METRICS,
+    )
     max_num_gen_batches: int = option(0, "Most draws a step; 0: no limit.", low=0)
     carry: bool = option(
         False,

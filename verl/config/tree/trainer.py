@@ -44,6 +44,12 @@ class Trainer:
         choices=("concurrent", "serial"),
         verl="(none)",
     )
+    schedule: str = option(
+        "sync",
+        "`one_step_off`: the rollout of the next step runs while this one is trained on, with weights one step old.",
+        choices=("sync", "one_step_off"),
+        verl="(a recipe)",
+    )
     seed: int = option(42, "Seed of the run; other seeds follow it.", low=0, below=1e18, verl="(several)")
     profile_steps: list[int] = option([], "Steps to trace with torch's profiler, see `verl profile`.", verl="null")
     profile_dir: str | None = option(
@@ -51,7 +57,9 @@ class Trainer:
     )
     full_determinism: bool = option(False, "Only deterministic kernels, at a cost in speed.")
     save_freq: int = option(-1, f"Save a checkpoint every so many steps; {_EVERY}", low=-1)
-    save_final: bool = option(True, "Save a checkpoint at the end.", verl="(true)")
+    save_final: bool = option(
+        True, "Save a checkpoint at the end, also at the early one of a first Ctrl-C or SIGTERM.", verl="(true)"
+    )
     test_freq: int = option(-1, f"Validate every so many steps; {_EVERY}", low=-1)
     val_before_train: bool = option(True, "Validate before the first step.")
     val_only: bool = option(False, "Validate and stop.")

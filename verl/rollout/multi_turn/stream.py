@@ -94,7 +94,7 @@ class _Talks:
     def advance(self, pool: ThreadPoolExecutor) -> list[_Conversation]:
         """Do some work; the conversations that ended."""
         ended = []
-        if self.engine.pending:
+        if self.engine.pending or self.engine.meets_others:
             for done in self.engine.poll():
                 talk = self.speaking.pop(done.request_id)
                 if self._goes_on(talk, done):
@@ -102,7 +102,7 @@ class _Talks:
                     self.waiting[pool.submit(ask)] = talk, monotonic()
                 else:
                     ended.append(talk)
-        elif self.waiting:
+        if self.waiting and not self.engine.pending:
             wait(self.waiting, timeout=_NAP_S, return_when=FIRST_COMPLETED)
         return ended + self._answered()
 

@@ -6,8 +6,11 @@ softmaxes are merged by their log-sum-exps:
 
     out = out_own + (out_shared - out_own) * sigmoid(lse_shared - lse_own)
 
-Both parts are read from slabs: copies of the pages' keys and values in the order that attention wants, which live
-from step to step and get each new token as it comes. Without slabs (they have a cap) the pages are gathered each step.
+Both parts are read from slabs: copies of the pages' keys and values, context by context, which live from step to step
+and get each new token as it comes. Without slabs (they have a cap) the pages are gathered each step.
+
+Between the parts, queries and outputs are (B, R, G, D): in this order the rows of a group are the queries of one call,
+and its outputs theirs, without a copy.
 
 Dimension key as in ``layouts``; X rows or groups of a slab, N rows of a group, C tokens that a slab can hold.
 """
@@ -30,7 +33,7 @@ MOST_SLABS = 4
 
 
 class Slab:
-    """Keys and values of X contexts, (layers, X, G, C, D) each, float32 at least.
+    """Keys and values of X contexts, (layers, X, C, G, D) each, float32 at least.
 
     Attributes:
         owners: what each context belongs to: a sequence, or the group whose prompt it is.
@@ -46,7 +49,7 @@ class Slab:
         self.start = np.array([start for *_, start, _ in sources])
         self.held = np.array([held for *_, held in sources])
         self.data = torch.zeros(
-            2, shape.layers, len(sources), shape.heads, capacity, shape.size, dtype=self.dtype, device=shape.device
+            2, shape.layers, len(sources), capacity, shape.heads, shape.size, dtype=self.dtype, device=shape.device
         )
         assert cache.data is not None
         page = shape.page_size
@@ -54,12 +57,11 @@ class Slab:
             used = torch.tensor(pages[start // page : -(-(start + held) // page)], dtype=torch.long)
             for which in range(2):
                 # not index_select, which would copy the whole cache first: this view of it is not contiguous
-                tokens = cache.data[:, which][:, used].flatten(1, 2)[:, :held]
-                self.data[which, :, x, :, :held] = tokens.transpose(1, 2)
+                self.data[which, :, x, :held] = cache.data[:, which][:, used].flatten(1, 2)[:, :held]
 
     @property
     def capacity(self) -> int:
-        return self.data.shape[4]
+        return self.data.shape[3]
 
     @property
     def bytes(self) -> int:
@@ -75,7 +77,7 @@ class _Part:
         real: (X * N,) places of the real queries, or None if all are.
         mask: (X, 1, 1, L) additive, or None if every position is seen.
         length: L, of the slab's tokens. table: (X * W,) pages where there is no slab.
-        new: contexts that get this step's token and its place in them, and the rows that it comes from.
+        new: places in the slab, (X * C) of them, that get this step's tokens, and the rows that these come from.
     """
 
     rows: torch.Tensor
@@ -84,17 +86,13 @@ class _Part:
     length: int
     slab: Slab | None = None
     table: torch.Tensor | None = None
-    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    new: tuple[torch.Tensor, torch.Tensor | slice] | None = None
 
     def __post_init__(self) -> None:
-        """``where``: the rows that the real queries are, as a slice where they lie behind one another."""
+        """``where``: the rows that the real queries are."""
         flat = self.rows.view(-1)
-        self.flat: torch.Tensor | slice = flat
-        self.where: torch.Tensor | slice = flat if self.real is None else flat[self.real]
-        first = int(flat[0])
-        if torch.equal(flat, torch.arange(first, first + len(flat))):
-            self.flat = slice(first, first + len(flat))
-            self.where = self.flat if self.real is None else self.where
+        self.flat = _as_slice(flat)
+        self.where = self.flat if self.real is None else flat[self.real]
 
     def context(self, cache: PagedCache, layer: int, key: torch.Tensor, value: torch.Tensor):
         """(X, G, L, D) keys and values, this step's among them."""
@@ -102,30 +100,46 @@ class _Part:
             assert self.table is not None
             x = self.rows.shape[0]
             pages = (c.index_select(0, self.table) for c in cache.layer(layer))
-            return tuple(p.view(x, -1, *p.shape[2:]).transpose(1, 2)[:, :, : self.length] for p in pages)
+            return tuple(p.view(x, -1, *p.shape[2:])[:, : self.length].transpose(1, 2) for p in pages)
         context = self.slab.data[:, layer]
         if self.new is not None:
-            contexts, places, rows = self.new
+            places, rows = self.new
             for which, fresh in enumerate((key, value)):
-                context[which][contexts, :, places] = fresh[rows].to(self.slab.dtype)
-        return context[0, :, :, : self.length], context[1, :, :, : self.length]
+                context[which].flatten(0, 1).index_copy_(0, places, fresh[rows].to(self.slab.dtype))
+        return tuple(c[:, : self.length].transpose(1, 2) for c in context)
 
     def attend(self, query: torch.Tensor, context, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows, H, D) partial outputs and (rows, H) log-sum-exps of the rows ``where``, in float32 at least."""
+        """(rows, R, G, D) partial outputs and (rows, R, G) log-sum-exps of the rows ``where``, in ``query``'s type."""
         keys, values = context
         x, n = self.rows.shape
-        _, h, d = query.shape
-        g = keys.shape[1]
-        q = query[self.flat].view(x, n, g, h // g, d).transpose(1, 2).reshape(x, g, n * (h // g), d)
+        _, r, g, d = query.shape
+        q = query[self.flat].view(x, n * r, g, d).transpose(1, 2)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q.to(keys.dtype), keys, values, 0.0, False, attn_mask=self.mask, scale=scale
         )
-        out = out.view(x, g, n, h // g, d).transpose(1, 2).reshape(x * n, h, d)
-        lse = lse.view(x, g, n, h // g).transpose(1, 2).reshape(x * n, h)
+        out = out.transpose(1, 2).reshape(x * n, r, g, d)
+        lse = lse.transpose(1, 2).reshape(x * n, r, g)
         if self.real is not None:
             out, lse = out[self.real], lse[self.real]
-        wide = torch.promote_types(query.dtype, torch.float32)
-        return out.to(wide), lse.to(wide)
+        return out.to(query.dtype), lse.to(query.dtype)
+
+
+def _as_slice(index: torch.Tensor) -> torch.Tensor | slice:
+    """The same places as a slice, where they lie behind one another: reading them is then no copy."""
+    first = int(index[0])
+    if torch.equal(index, torch.arange(first, first + len(index))):
+        return slice(first, first + len(index))
+    return index
+
+
+def in_buckets(rows: list[Sequence]) -> list[Sequence]:
+    """The rows in an order in which those of one call lie behind one another: by the length of their shared prompt."""
+    return sorted(rows, key=lambda s: _bucket(s.shared_pages) if s.group is not None and s.shared_pages else -1)
+
+
+def _bucket(pages: int) -> int:
+    """Contexts of more than half and up to ``2 ** bucket`` pages are one call."""
+    return int(pages - 1).bit_length()
 
 
 class Cascade:
@@ -178,7 +192,7 @@ class Cascade:
         buckets: dict[int, list[int]] = {}
         for i in left:
             own = rows[i].length - self._start(rows[i])
-            buckets.setdefault(int(-(-own // page) - 1).bit_length(), []).append(i)
+            buckets.setdefault(_bucket(-(-own // page)), []).append(i)
         parts = [self._slab_part(slab, live) for slab, live in kept.values()]
         for members in buckets.values():
             parts.append(self._new_part(rows, members))
@@ -204,14 +218,14 @@ class Cascade:
 
     def _slab_part(self, slab: Slab, live: dict[int, int]) -> _Part:
         contexts, rows = (torch.tensor(list(x)) for x in (live.keys(), live.values()))
-        places = torch.from_numpy(slab.held[contexts.numpy()])
+        places = contexts * slab.capacity + torch.from_numpy(slab.held[contexts.numpy()])
         slab.held[contexts.numpy()] += 1
         length = int(slab.held[contexts.numpy()].max())
         every = torch.full((len(slab.owners), 1), int(rows[0]))
         every[contexts, 0] = rows
         real = None if len(live) == len(slab.owners) else contexts
         mask = self._mask(np.minimum(slab.held, length), length, slab.dtype)
-        return _Part(every, real, mask, length, slab=slab, new=(contexts, places, rows))
+        return _Part(every, real, mask, length, slab=slab, new=(places, _as_slice(rows)))
 
     def _new_part(self, rows: list[Sequence], members: list[int]) -> _Part:
         """A slab for these rows, with room for a while; gathered pages where the slabs' cap does not allow one."""
@@ -248,7 +262,7 @@ class Cascade:
         buckets: dict[int, list[object]] = {}
         for group, members in groups.items():
             if group not in covered:
-                buckets.setdefault(int(rows[members[0]].shared_pages - 1).bit_length(), []).append(group)
+                buckets.setdefault(_bucket(rows[members[0]].shared_pages), []).append(group)
         parts = []
         for batch in buckets.values():
             seen = np.array([rows[groups[g][0]].shared_pages * page for g in batch])
@@ -297,17 +311,18 @@ class CascadeLayout(Writes):
         if self._parts is None:
             self._parts = self._cascade.parts(self._rows)
         own, shared = self._parts
-        query = query.contiguous()
+        (b, h, d), g = query.shape, key.shape[1]
         wide = torch.promote_types(query.dtype, torch.float32)
-        out = torch.empty(query.shape, dtype=wide)
-        lse = torch.empty(query.shape[:2], dtype=wide)
-        for part in own:
-            out[part.where], lse[part.where] = part.attend(
-                query, part.context(self.cache, layer, key, value), options.scale
-            )
+        q = query.view(b, g, h // g, d).transpose(1, 2).to(wide).contiguous()
+        if len(own) == 1 and isinstance(own[0].where, slice):  # it is all rows then
+            out, lse = own[0].attend(q, own[0].context(self.cache, layer, key, value), options.scale)
+        else:
+            out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+            for part in own:
+                context = part.context(self.cache, layer, key, value)
+                out[part.where], lse[part.where] = part.attend(q, context, options.scale)
         for part in shared:
-            partial, partial_lse = part.attend(query, part.context(self.cache, layer, key, value), options.scale)
+            partial, partial_lse = part.attend(q, part.context(self.cache, layer, key, value), options.scale)
             share = torch.sigmoid(partial_lse - lse[part.where])[..., None]
-            mine = out[part.where]
-            out[part.where] = mine + (partial - mine) * share
-        return out.to(query.dtype)
+            out[part.where] = torch.lerp(out[part.where], partial, share)
+        return out.transpose(1, 2).reshape(b, h, d).to(query.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -64,6 +64,7 @@ class NativeEngine(RolloutEngine):
         self.seconds = {"prefill": 0.0, "decode": 0.0, "take": 0.0, "give": 0.0}
         self.tokens = {"prefill": 0, "decode": 0}  # computed so far: prompt tokens, decoded tokens
         self.preemptions = 0  # since they were asked for
+        self.least: Callable[[int], int] = lambda pages: pages  # of all ranks that generate together
 
     def _make_runner(self, twin: PreTrainedModel, shape: CacheShape) -> Runner:
         if shape.device.type == "cuda":
@@ -165,7 +166,7 @@ class NativeEngine(RolloutEngine):
             self._take_over(rows, self.runner.sample(rows, logits))
 
     def _decode(self) -> int:
-        rows = self.scheduler.make_room()
+        rows = self.runner.arranged(self.scheduler.make_room())
         return self._take_over(rows, self.runner.decode(rows, not self.scheduler.waiting)) if rows else 0
 
     def _take_over(self, rows: list[Sequence], drawn: Drawn) -> int:
@@ -242,7 +243,7 @@ class NativeEngine(RolloutEngine):
             return
         have, most = self.runner.cache.num_pages, self._most_pages()
         if most is None:
-            most = self._pages_of_free_memory()
+            most = self.least(self._pages_of_free_memory())
             for sequence in self.scheduler.waiting:
                 self._check_room(sequence, most)
         needed = min(self._pages_needed(), most)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from verl.errors import RolloutError
+from verl.hardware.launching import launches, or_without
 from verl.notices import notice
 from verl.rollout.native.arena import Arena
 from verl.rollout.native.attention import Layout
@@ -27,6 +28,9 @@ from verl.rollout.native.sequence import Sequence
 from verl.rollout.native.settings import NativeSettings
 from verl.rollout.native.state import DecodeState, Taken
 
+T = TypeVar("T")
+
+KERNELS = "the rollout"
 COMPILE_PAYS_AFTER = 6000
 """Planned decode steps from which compiling the layers (about 10 s) is repaid, at 1 to 2 ms saved a step."""
 
@@ -88,6 +92,20 @@ class GraphRunner(Runner):
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
+    # Triton kernels, as far as this GPU runs them
+
+    def _with_kernels(self, work: Callable[[], T]) -> T:
+        """``work()``, with torch's own operations if the GPU turns out to be too small for a kernel."""
+        instead = "pages are gathered for SDPA"
+        return or_without(KERNELS, self.device, work, instead=instead, switch=self._do_without_triton)
+
+    def _do_without_triton(self) -> None:
+        self.triton = self.layers.on = False
+        self._last_rows, self._begun = [], None
+        self._drop_graphs()
+        if self.cache.data is not None:  # gathered places that are masked must be finite
+            torch.nan_to_num_(self.cache.data[:, :, : self.cache.num_pages + 1], 0.0, 0.0, 0.0)
+
     # layouts
 
     def prefill_layout(self, chunks: list[Chunk]) -> Layout:
@@ -124,9 +142,12 @@ class GraphRunner(Runner):
 
     def prefill(self, chunks: list[Chunk]) -> torch.Tensor:
         with self.joined.apart():
-            return super().prefill(chunks)
+            return self._with_kernels(lambda: super(GraphRunner, self).prefill(chunks))
 
     def decode_logits(self, rows: list[Sequence]) -> torch.Tensor:
+        return self._with_kernels(lambda: self._decode_logits(rows))
+
+    def _decode_logits(self, rows: list[Sequence]) -> torch.Tensor:
         self._join_linears()
         ids = torch.tensor([s.last_token for s in rows], device=self.device)
         positions = torch.tensor([s.length - 1 for s in rows], device=self.device)
@@ -139,6 +160,9 @@ class GraphRunner(Runner):
     # sampling and decoding
 
     def sample(self, rows: list[Sequence], logits: torch.Tensor) -> Drawn:
+        return self._with_kernels(lambda: self._sample(rows, logits))
+
+    def _sample(self, rows: list[Sequence], logits: torch.Tensor) -> Drawn:
         sampling = RowSampling.empty(len(rows), self.device)
         sampling.fill(rows, logits.shape[1])
         kind = kind_of(rows)
@@ -156,7 +180,7 @@ class GraphRunner(Runner):
         """
         window, self._begun = self._begun, None
         if window is None or not window.holds_any(rows):
-            window = self._launch(rows)
+            window = self._with_kernels(lambda: self._launch(rows))
         if ahead and self.settings.overlap:
             self._begun = self._launch_next(window, rows)
         return window.read(rows)
@@ -386,6 +410,8 @@ def _no_waiting() -> Iterator[None]:
 
 def triton_works(shape: CacheShape) -> bool:
     """The kernels run here: compute capability 7.0, triton installed, up to 256 numbers a head, not float64."""
+    if not launches(KERNELS, shape.device):
+        return False
     if torch.cuda.get_device_capability(shape.device) < (7, 0) or shape.dtype == torch.float64 or shape.size > 256:
         return False
     try:

@@ -32,7 +32,7 @@ def onednn_works(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-class _Product:
+class Product:
     """One product y = x W^T + b for one or several linear layers that read the same input."""
 
     def __init__(self, modules: list[nn.Linear]):
@@ -75,6 +75,13 @@ class _Product:
             self._input, self._outputs = None, ()
         return out
 
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs of all layers side by side."""
+        if self._packed is None:
+            outputs = [self(place, x) for place in range(len(self.modules))]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
 
 class HostLinears:
     """The linear layers of ``model``, whose forwards it takes over.
@@ -84,13 +91,23 @@ class HostLinears:
     """
 
     def __init__(self, model: nn.Module, most_bytes: int):
-        self.products = [_Product(modules) for modules in _products_of(model)]
+        self.products = [Product(modules) for modules in _products_of(model)]
         self.packed = False
         self.pack_seconds = 0.0
         self.fits = sum(p.bytes for p in self.products) <= most_bytes
+        self._of: dict[nn.Module, Product] = {}
         for product in self.products:
             for place, module in enumerate(product.modules):
                 module.forward = _Forward(product, place)  # type: ignore[method-assign, assignment]
+                self._of[module] = product
+
+    def together(self, modules: list[nn.Module]) -> bool:
+        """Whether these layers, in this order, are one product."""
+        return modules[0] in self._of and self._of[modules[0]].modules == modules
+
+    def of(self, module: nn.Module) -> Product:
+        """The product that a layer is in."""
+        return self._of[module]
 
     def plan(self, rows: int, steps: int) -> None:
         """Pack, if ``steps`` decode steps of ``rows`` rows repay it."""
@@ -113,7 +130,7 @@ class HostLinears:
 class _Forward:
     """A linear layer's forward."""
 
-    def __init__(self, product: _Product, place: int):
+    def __init__(self, product: Product, place: int):
         self.product, self.place = product, place
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 from verl.rollout.base import SamplingParams
 from verl.rollout.native.attention import Layout
 from verl.rollout.native.cache import CacheShape, PagedCache
-from verl.rollout.native.cascade import Cascade, CascadeLayout
+from verl.rollout.native.cascade import Cascade, CascadeLayout, in_buckets
+from verl.rollout.native.host_layers import HostLayers
+from verl.rollout.native.layers import decoder_layers
 from verl.rollout.native.layouts import GatherLayout, PrefillLayout, decode_table
 from verl.rollout.native.linears import HostLinears, onednn_works
 from verl.rollout.native.scheduler import Chunk
@@ -54,6 +56,7 @@ class Runner:
         self.linears: HostLinears | None = None
         if onednn_works(shape.device, shape.dtype):
             self.linears = HostLinears(twin, settings.host_pack_bytes)
+            self.host_layers = HostLayers(twin, decoder_layers(twin, shape.layers), self.linears)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, layout: Layout, keep: torch.Tensor) -> torch.Tensor:
         """(len(keep), V) logits at the places ``keep`` of the packed (T,) tokens."""
@@ -87,6 +90,10 @@ class Runner:
         else:
             layout = GatherLayout(self.cache, table, positions)
         return self.forward(ids, positions, layout, torch.arange(len(rows), device=self.device))
+
+    def arranged(self, rows: list[Sequence]) -> list[Sequence]:
+        """The rows in the order in which :meth:`decode` is fastest."""
+        return in_buckets(rows) if self.device.type == "cpu" else rows
 
     def decode(self, rows: list[Sequence], ahead: bool = False) -> Drawn:
         """One token for every row. ``ahead``: no other rows wait, so what follows may be begun at once."""

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from verl.rollout.base import Completion, Request
-from verl.rollout.vllm.settings import VLLMSettings
+from verl.rollout.remote.settings import RemoteSettings
 
 RECEIVER = "verl.rollout.vllm.receiver.WeightReceiver"
 
 
-def engine_arguments(folder: str, settings: VLLMSettings, device: str) -> dict[str, Any]:
+def engine_arguments(folder: str, settings: RemoteSettings, device: str) -> dict[str, Any]:
     """Arguments of ``vllm.EngineArgs``.
 
     The weights are made up at the start (``load_format=dummy``), as the trainer's are written over them before
@@ -52,7 +52,7 @@ def engine_arguments(folder: str, settings: VLLMSettings, device: str) -> dict[s
 class Adapter:
     """An engine in this process (its workers may be others)."""
 
-    def __init__(self, folder: str, settings: VLLMSettings, device: str, eos_token_ids: Sequence[int]):
+    def __init__(self, folder: str, settings: RemoteSettings, device: str, eos_token_ids: Sequence[int]):
         from vllm import EngineArgs, LLMEngine
 
         self.engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(folder, settings, device)))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import pickle
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-DEVICE = 6  # place of the device's number in the arguments of torch's rebuild_cuda_tensor
+from verl.rollout.remote.receiving import opened
+
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 """Of vLLM's layers: on a GPU their kernels read the parameters as they were loaded."""
 
@@ -21,12 +20,8 @@ class WeightReceiver:
     model_runner: Any
 
     def verl_open(self, table: bytes) -> None:
-        """``table``: the pickled table of :class:`verl.rollout.vllm.weights.ExportedWeights`."""
-        files: dict[str, torch.Tensor] = {}
-        self._verl_weights = {
-            name: _tensor(getattr(torch, dtype), shape, source, files)
-            for name, dtype, shape, source in pickle.loads(table)
-        }
+        """``table``: as :func:`opened` takes it."""
+        self._verl_weights = opened(table)
 
     @torch.no_grad()
     def verl_load(self) -> float:
@@ -44,18 +39,6 @@ class WeightReceiver:
 
     def _verl_items(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._verl_weights.items()
-
-
-def _tensor(dtype: torch.dtype, shape: tuple[int, ...], source: tuple, files: dict[str, torch.Tensor]) -> torch.Tensor:
-    if source[0] == "file":
-        _, path, size, offset = source
-        if path not in files:
-            files[path] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        count = math.prod(shape) * dtype.itemsize
-        return files[path][offset : offset + count].view(dtype).view(shape)
-    # a CUDA tensor of the trainer, opened here without a copy; the trainer's GPU is the first one of this process
-    _, rebuild, arguments = source
-    return rebuild(*arguments[:DEVICE], 0, *arguments[DEVICE + 1 :])
 
 
 def _repack_tied_heads(model: torch.nn.Module) -> None:

@@ -27,9 +27,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.errors import RolloutError
 from verl.rollout.base import Completion, Request
-from verl.rollout.vllm.engine import WAIT_S, RemoteRequests, write_model_folder
-from verl.rollout.vllm.settings import VLLMSettings
-from verl.rollout.vllm.weights import checkpoint_tensors, memory_folder
+from verl.rollout.remote.engine import WAIT_S, RemoteRequests, write_model_folder
+from verl.rollout.remote.settings import RemoteSettings
+from verl.rollout.remote.weights import checkpoint_tensors, memory_folder
 
 NEEDED = ("/v1/completions", "/collective_rpc", "/reset_prefix_cache")
 HOW = "start it with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
@@ -101,14 +101,14 @@ class VLLMServerEngine(RemoteRequests):
         RolloutError: there is no server, it serves another model, or it takes no new weights.
     """
 
-    name = "vllm_server"
+    name, title = "vllm_server", "vLLM"
 
     def __init__(
         self,
         twin: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: tuple[int, ...],
-        settings: VLLMSettings,
+        settings: RemoteSettings,
     ):
         super().__init__(twin, settings)
         if settings.server_url is None:
@@ -181,6 +181,10 @@ class VLLMServerEngine(RemoteRequests):
         for name in set(self._out) if ids is None else set(ids) & set(self._out):
             if name not in finished:
                 self._finished.append(_completion(name, (), (), "abort"))
+
+    def close(self) -> None:
+        """Ask nothing more; the server itself is not ours to end."""
+        self._shutdown()
 
     def weights_changed(self) -> None:
         if self._out:

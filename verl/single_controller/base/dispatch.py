@@ -103,7 +103,8 @@ def dispatch_dp_plan(group: Sized, batch: DataProto, plan: SplittablePlan, *args
     shares = plan.split(group.world_size)
     if len(shares) != group.world_size:
         raise DataflowError(f"the plan was split into {len(shares)} shares for {group.world_size} ranks")
-    batches = [batch.select_idxs(rows) for rows, _ in shares]
+    everything = np.arange(len(batch))
+    batches = [batch.select() if np.array_equal(rows, everything) else batch.select_idxs(rows) for rows, _ in shares]
     rest = dispatch_one_to_all(group, *args, **kwargs)
     return Split((batches, [plan for _, plan in shares], *rest.args), rest.kwargs)
 

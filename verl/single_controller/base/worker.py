@@ -35,6 +35,9 @@ class Worker:
     def enter_mode(self, mode: str) -> None:
         """Called before a method registered with this ``mode`` ("train" or "rollout"). Nothing to switch here."""
 
+    def close(self) -> None:
+        """Called when its group is shut down: end what it has started. Nothing here. It may be called twice."""
+
 
 class ClassWithInitArgs:
     """A class and the arguments to make it with, later and elsewhere."""

@@ -160,8 +160,10 @@ class RankHost:
         return self._answer(f"{role}.__init__", body)
 
     def drop(self, role: str) -> None:
-        """Forget a role's worker."""
-        self.workers.pop(role, None)
+        """Close a role's worker and forget it."""
+        worker = self.workers.pop(role, None)
+        if worker is not None:
+            worker.close()
 
     # ---- work ------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from verl.single_controller.ray.wire import Packed, pack, unpack
 if TYPE_CHECKING:
     from verl.single_controller.ray.pool import RayResourcePool
 
-START_S = 180.0
+START_S = 300.0
 """How long processes may take to start."""
 GRACE_S = 10.0
 """How long the other ranks may go on when one has failed; then all are ended."""

@@ -83,9 +83,14 @@ class RayResourcePool(ResourcePool):
         """The processes with this number on the places; made when first asked for."""
         if number not in self._sets:
             name = self.name if self.processes == 1 else f"{self.name}-{number}"
-            self._sets[number] = HostSet(
-                self, name, self.settings, share=1 / self.processes, stall_after_s=self.stall_after_s
-            )
+            try:
+                self._sets[number] = HostSet(
+                    self, name, self.settings, share=1 / self.processes, stall_after_s=self.stall_after_s
+                )
+            except BaseException:
+                if not self._sets:  # others may want the places
+                    self.close()
+                raise
         return self._sets[number]
 
     def host_set_ended(self, hosts: HostSet) -> None:

@@ -152,12 +152,20 @@ function showCurves() {
   for (const panel of data.panels) {
     const count = panel.open ? "" : element("small", "", `${panel.charts.length} charts`);
     const head = element("summary", "", element("h2", "", panel.title, count));
-    const box = element("details", "panel", head, element("div", "grid", ...panel.charts.map(chartCard)));
+    const [moving, still] = [panel.charts.filter((chart) => !stillAt(chart)), panel.charts.filter(stillAt)];
+    const box = element("details", "panel", head, element("div", "grid", ...moving.map(chartCard)));
+    if (still.length) box.append(element("p", "still", "always the same: ", ...still.map((chart) => element("span", "", `${chart.title} `, element("b", "", short(stillAt(chart).value))))));
     box.dataset.title = panel.title;
     box.open = known.get(panel.title) ?? (panel.open && (narrow ? place.childElementCount < 2 : true));
     place.append(box);
   }
   if (!data.panels.length) place.append(element("p", "none-found", "No metrics were logged yet."));
+}
+
+// The one value of a chart that never moves: a line of text says as much as its curve. Null for other charts.
+function stillAt(chart) {
+  const values = chart.lines.flatMap((line) => line.y.filter((value) => value !== null));
+  return !chart.band && values.length >= 5 && values.every((value) => value === values[0]) ? { value: values[0] } : null;
 }
 
 // A section without content is hidden, its link too.

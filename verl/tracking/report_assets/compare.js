@@ -81,6 +81,7 @@ byId("axis").addEventListener("change", (event) => { view.axis = event.target.va
 setUp(() => {
   showRuns();
   showNumbers();
+  byId("run").hidden = false;
   choices("run", "all runs", data.runs.map((run, i) => [i, run.name]));
   showCurves();
   showSamples();

@@ -10,7 +10,7 @@ from verl.dataflow import Dataflow, Loop, Node
 from verl.protocol import DataProto
 from verl.trainer import nodes
 from verl.trainer.ppo.keys import OUTPUTS, ROLLOUT, SCORES, SEQUENCE, STATE, Keys
-from verl.trainer.ppo.rollouts import dynamic_sampling, greedy_baseline, prompt_inputs, rollout_nodes
+from verl.trainer.ppo.rollouts import dynamic_sampling, greedy_baseline, prompt_inputs, rollout_nodes, runs_ahead
 from verl.trainer.roles import Roles
 from verl.trainer.settings import train_sampling, validation_sampling
 
@@ -24,14 +24,15 @@ def ppo(roles: Roles, config: Config, source: Callable[[int], DataProto | None])
         inputs=prompt_inputs(roles.prompt_columns),
         state=STATE,
         outputs=OUTPUTS,
-        staleness={"actor.weights": 1} if refill.enable and refill.carry else None,
+        staleness={"actor.weights": 1} if runs_ahead(config) or (refill.enable and refill.carry) else None,
     )
 
 
 def rollout_half(roles: Roles, config: Config, source: Callable[[int], DataProto | None]) -> list[Node | Loop]:
     """From prompts to scored samples."""
     rollout, columns = config.actor_rollout_ref.rollout, roles.prompt_columns
-    one_draw = rollout_nodes(roles, columns, rollout.n, train_sampling(config), rollout.multi_turn.enable)
+    several, ahead = rollout.multi_turn.enable, runs_ahead(config)
+    one_draw = rollout_nodes(roles, columns, rollout.n, train_sampling(config), several, ahead)
     return [
         *([dynamic_sampling(roles, config, source)] if config.algorithm.filter_groups.enable else one_draw),
         *(greedy_baseline(roles, config) if Keys(config).baseline else []),

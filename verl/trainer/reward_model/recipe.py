@@ -26,7 +26,7 @@ from verl.trainer.preference.recipe import pair_tokens
 from verl.trainer.recipe import Recipe, Source
 from verl.trainer.reward_model import RewardModelRoles, bradley_terry, reward_model_validation
 from verl.trainer.sequences import LossEvaluation, prepare_sequences
-from verl.trainer.settings import model_of, optimizer_of, parallel_of, planned_cut
+from verl.trainer.settings import optimizer_of, parallel_of, planned_cut, policy_of
 from verl.workers.reward_model import RewardModelLearner, RewardModelSettings
 
 MARGIN = "margin"
@@ -91,7 +91,7 @@ class RewardModels(Recipe):
         config, parts = plan.config, plan.config.actor_rollout_ref
         import_libraries(external_libraries(config))
         settings = RewardModelSettings(
-            model=model_of(parts.model, plan.choice, config),
+            model=policy_of(parts.model, plan.choice, config),
             optimizer=optimizer_of(
                 parts.actor.optim, config, plan.choice, total_steps=plan.total_steps, grad_clip=parts.actor.grad_clip
             ),

@@ -1,4 +1,4 @@
-"""The trainer's weights as vLLM's processes can read them: under checkpoint names, without being sent.
+"""The trainer's weights as an engine's processes can read them: under checkpoint names, without being sent.
 
 On a GPU a row is the live parameter itself, opened over there by CUDA IPC. That works once and for all, because the
 storage of a live weight never moves. Whatever exists only at the moment of an update (merged adapters, experts that a
@@ -52,7 +52,7 @@ class ExportedWeights:
     """The weights of ``model`` for other processes of this machine.
 
     Attributes:
-        table: rows (name, dtype, shape, source) for :meth:`verl.rollout.vllm.receiver.WeightReceiver.verl_open`.
+        table: rows (name, dtype, shape, source) for :func:`verl.rollout.remote.receiving.opened`.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -82,16 +82,16 @@ class ExportedWeights:
                 return *about, ("cuda", *reduce_tensor(tensor.detach()))
             except RuntimeError as error:  # memory that was not made by cudaMalloc, as where ranks share the weights
                 notice(
-                    f"The live weights cannot be opened by another process ({str(error).splitlines()[0]}), so vLLM "
-                    "reads a copy of them: it takes as much memory again.",
-                    key="vllm-weights-copied",
+                    f"The live weights cannot be opened by another process ({str(error).splitlines()[0]}), so the "
+                    "rollout engine reads a copy of them: it takes as much memory again.",
+                    key="rollout-weights-copied",
                 )
         copy = self._staged[name] = tensor.detach().clone()
         try:
             return *about, ("cuda", *reduce_tensor(copy))
         except RuntimeError as error:
             raise RolloutError(
-                f"The weights cannot be handed to vLLM by CUDA IPC ({str(error).splitlines()[0]}): take "
+                f"The weights cannot be handed over by CUDA IPC ({str(error).splitlines()[0]}): take "
                 "expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or use actor_rollout_ref.rollout.name=native."
             ) from error
 
@@ -127,7 +127,7 @@ def memory_folder(size: int) -> Path:
         if shutil.disk_usage(folder).free >= size:
             return folder
     raise RolloutError(
-        f"The weights need {size / 2**30:.1f} GiB in {' or '.join(map(str, folders))} to be handed to vLLM, and there "
+        f"The weights need {size / 2**30:.1f} GiB in {' or '.join(map(str, folders))} to be handed over, and there "
         "is less free: enlarge it (docker run --shm-size=...), or set TMPDIR to a folder with room."
     )
 

@@ -1,13 +1,15 @@
-"""The process in which vLLM runs: ``python -m verl.rollout.vllm.host FD`` over a connected socket.
+"""The process in which an engine runs: ``python -m verl.rollout.remote.host FD ADAPTER`` over a connected socket.
 
-The trainer sends (command, arguments) and gets (kind, value): ``ready`` once, ``done`` with finished responses as
-they come, ``reply`` to a command that has an answer, ``failed`` with one line before the process ends. The trainer's
-end of the socket closing, however it came about, ends the process.
+ADAPTER is the module whose class ``Adapter`` drives the engine. The trainer sends (command, arguments) and gets (kind,
+value): ``ready`` once, ``done`` with finished responses as they come, ``reply`` to a command that has an answer,
+``failed`` with one line before the process ends. The trainer's end of the socket closing, however it came about, ends
+the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import traceback
@@ -17,8 +19,6 @@ from typing import Any
 
 import psutil
 
-from verl.rollout.vllm.adapter import Adapter
-
 
 class _TrainerIsGone(Exception):
     pass
@@ -27,7 +27,7 @@ class _TrainerIsGone(Exception):
 class Host:
     """Takes commands and steps the engine while there is work."""
 
-    def __init__(self, connection: Connection, adapter: Callable[..., Adapter]):
+    def __init__(self, connection: Connection, adapter: Callable[..., Any]):
         self.connection = connection
         self.closing = False
         command, arguments = self._receive()
@@ -82,7 +82,7 @@ class Host:
         self.closing = True
 
 
-def serve(connection: Connection, adapter: Callable[..., Adapter] = Adapter) -> int:
+def serve(connection: Connection, adapter: Callable[..., Any]) -> int:
     """Until told to close, or the engine fails; the exit code."""
     try:
         Host(connection, adapter).run()
@@ -101,10 +101,10 @@ def _last_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    code = serve(Connection(int(sys.argv[1])))
+    code = serve(Connection(int(sys.argv[1])), importlib.import_module(sys.argv[2]).Adapter)
     sys.stdout.flush()
     sys.stderr.flush()
-    # vLLM's threads must not hold the end up, and its workers must not outlive it
+    # the engine's threads must not hold the end up, and its workers must not outlive it
     for worker in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             worker.kill()

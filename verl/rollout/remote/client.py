@@ -1,4 +1,4 @@
-"""The process in which vLLM runs, seen from the trainer."""
+"""The process in which an engine runs, seen from the trainer."""
 
 from __future__ import annotations
 
@@ -11,41 +11,52 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from verl.errors import RolloutError
 
-QUIET = {
-    "HF_HUB_OFFLINE": "1",  # everything it reads is in one local folder
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",  # it asks the network for an address else
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 RESUME = "Run the same command again to go on from the last checkpoint."
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs in the process.
+
+    Attributes:
+        title: of the engine, for people.
+        adapter: the module whose ``Adapter`` the host drives.
+        variables: environment variables, where the user has not set them.
+        module: run with ``python -m``; another one serves tests.
+    """
+
+    title: str
+    adapter: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    module: str = "verl.rollout.remote.host"
 
 
 class EngineProcess:
     """Starts the process and talks to it. It ends with this object, with this process, or when told to.
 
     Args:
-        module: run with ``python -m``; another one serves tests.
         environment: variables for the process, over this process's own.
     """
 
-    def __init__(self, module: str = "verl.rollout.vllm.host", environment: Mapping[str, str] | None = None):
-        self._folder = tempfile.TemporaryDirectory(prefix="verl-vllm-", ignore_cleanup_errors=True)
-        self.log = Path(self._folder.name) / "vllm.log"
+    def __init__(self, program: Program, environment: Mapping[str, str] | None = None):
+        self.title = program.title
+        self._folder = tempfile.TemporaryDirectory(prefix="verl-rollout-", ignore_cleanup_errors=True)
+        self.log = Path(self._folder.name) / "engine.log"
         ours, theirs = socket.socketpair()
         # imports must find what this process finds, and no main module is run again as multiprocessing would
         paths = [str(Path(entry or ".").resolve()) for entry in sys.path]
         found = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-        variables = {**QUIET, **os.environ, **found, **(environment or {})}
+        variables = {**program.variables, **os.environ, **found, **(environment or {})}
         with self.log.open("wb") as log, theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                [sys.executable, "-m", program.module, str(theirs.fileno()), program.adapter],
                 pass_fds=[theirs.fileno()],
                 env=variables,
                 stdin=subprocess.DEVNULL,
@@ -80,7 +91,7 @@ class EngineProcess:
         except (EOFError, ConnectionError):
             raise self._died() from None
         if kind == "failed":
-            raise RolloutError(f"vLLM failed: {value} {self._kept_log()}{RESUME}")
+            raise RolloutError(f"{self.title} failed: {value} {self._kept_log()}{RESUME}")
         return kind, value
 
     def call(self, command: str, value: Any = None) -> Any:
@@ -104,14 +115,14 @@ class EngineProcess:
             how = "closed its connection"
         else:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return RolloutError(f"The vLLM process {how} in the middle of the run. {self._kept_log()}{RESUME}")
+        return RolloutError(f"The {self.title} process {how} in the middle of the run. {self._kept_log()}{RESUME}")
 
     def _kept_log(self) -> str:
         """Copies the log to where it outlives this object; what to say of it."""
         text = self.log.read_text(errors="replace")
         if not text.strip():
             return ""
-        descriptor, path = tempfile.mkstemp(prefix="verl-vllm-", suffix=".log")
+        descriptor, path = tempfile.mkstemp(prefix="verl-rollout-", suffix=".log")
         with os.fdopen(descriptor, "w") as kept:
             kept.write(text)
         return f"Its log is in {path}. "

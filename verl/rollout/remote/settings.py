@@ -1,4 +1,4 @@
-"""What a vLLM engine is told. Plain values: they travel to another process."""
+"""What an engine that works elsewhere is told. Plain values: they travel to another process."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class VLLMSettings:
+class RemoteSettings:
     """Limits and choices of one engine.
 
     Attributes:
-        dtype: torch name of the type that vLLM computes in; None: the model's.
+        dtype: torch name of the type that the engine computes in; None: the model's.
         max_model_len: tokens of prompt and response together; None: the model's context.
-        gpu_memory_utilization: share of the whole GPU that vLLM may use, weights included; on a CPU it bounds the
-            cache.
+        gpu_memory_utilization: share of the whole GPU that the engine may use, weights included; on a CPU it bounds
+            the cache.
         enforce_eager: no compilation and no CUDA graphs; None: on a CPU only, where compiling takes minutes.
         sleep: give weights and cache back between rollouts (CUDA).
-        engine_kwargs: more of vLLM's engine arguments, by name; they win.
+        engine_kwargs: more of the engine's own arguments, by name; they win.
         probe_tolerance: mean difference of log-probs that is allowed after an update; None: by dtype.
-        server_url: address of a running server, in place of a process.
+        server_url: address of a running vLLM server, in place of a process.
         server_weights_dir: folder that the trainer and the server both see; None: one in memory of this machine.
     """
 

@@ -1,7 +1,7 @@
-"""After each weight update: does vLLM compute with the weights that were just trained?
+"""After each weight update: does the engine compute with the weights that were just trained?
 
-A few short random prompts are continued by sampling, and the log-probs that vLLM gives for its tokens are held against
-the training model's. Weights that did not arrive, arrived under another name or in another layout are far off.
+A few short random prompts are continued by sampling, and the log-probs that the engine gives for its tokens are held
+against the training model's. Weights that did not arrive, arrived under another name or in another layout are far off.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ def _forward(model: PreTrainedModel, prompts: np.ndarray, responses: np.ndarray,
 
 
 def difference(model: PreTrainedModel, requests: Sequence[Request], done: Sequence[Completion]) -> float:
-    """Mean |log-prob of vLLM - log-prob of the model| over the tokens of the probe, whose rows are equally long."""
+    """Mean |log-prob of the engine - log-prob of the model| over the probe's tokens; its rows are equally long."""
     prompts, responses = (np.stack(rows) for rows in ([r.prompt_ids for r in requests], [c.token_ids for c in done]))
     theirs = np.stack([c.log_probs for c in done])
     return float(np.abs(theirs - _forward(model, prompts, responses, requests[0].params.temperature)).mean())
 
 
-def check(gap: float, *, tolerance: float | None, dtype: str, hint: str = "") -> None:
-    """Raise RolloutError if the difference is larger than ``tolerance`` (None: that of ``dtype``)."""
+def check(gap: float, *, tolerance: float | None, dtype: str, title: str, hint: str = "") -> None:
+    """Raise RolloutError if the difference is larger than ``tolerance`` (None: that of ``dtype``); ``title``: whose."""
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     if not gap <= allowed:  # NaN is off, too
         raise RolloutError(
-            f"After a weight update vLLM's log-probs differ from the training model's by {gap:.3g} on average, where "
-            f"{allowed:g} is allowed ({dtype}): vLLM does not compute what is being trained.{hint} Use "
+            f"After a weight update {title}'s log-probs differ from the training model's by {gap:.3g} on average, "
+            f"where {allowed:g} is allowed ({dtype}): {title} does not compute what is being trained.{hint} Use "
             "actor_rollout_ref.rollout.name=native, or, if this model is known to differ that much, raise "
             "actor_rollout_ref.rollout.probe_tolerance."
         )
