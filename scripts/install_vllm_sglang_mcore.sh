@@ -5,10 +5,10 @@
 #   DEVICE=cuda|cpu   scripts/...                   # for another one
 #   DRY_RUN=1         scripts/...                   # only say what would be installed
 #   USE_MEGATRON=1    scripts/...                   # Megatron-Core as well, for strategy=megatron (docs/megatron.md)
-#   USE_SGLANG=1      scripts/...                   # say why it is not installed
+#   USE_SGLANG=1      scripts/...                   # SGLang in place of vLLM (CUDA): they need different torches
 #   PIP_ARGS="..."                                  # more arguments for pip, an index for example
 #
-# An installed torch is kept when the vLLM of the set was built for it; the table is in docs/vllm.md.
+# An installed torch is kept when the engine of the set was built for it; the table is in docs/vllm.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,7 +19,7 @@ case "$#:${1:-}" in
         exit 0
         ;;
     *)
-        echo "[install] not known: $*. the only argument is --help, which lists the variables that this script reads" >&2
+        echo "[install] not known: $*; the only argument is --help, which lists the variables that this script reads" >&2
         exit 2
         ;;
 esac
@@ -47,30 +47,35 @@ case $device in
         ;;
 esac
 
+on() { [ -n "${!1:-}" ] && [ "${!1}" != 0 ]; }
+engine=$vllm
+if on USE_SGLANG; then
+    if [ "$device" != cuda ]; then
+        say "USE_SGLANG: its kernels are built for CUDA only; its tests on a CPU are make test-sglang, see docs/vllm.md" >&2
+        exit 2
+    fi
+    engine=sglang==0.5.23 wants=2.14.1 pythons="11 12"
+fi
+
 minor=$("$python" -c 'import sys; print(sys.version_info[1] if sys.version_info[0] == 3 else 0)')
 case " $pythons " in
     *" $minor "*) ;;
     *)
-        say "$vllm is installed with Python 3.${pythons// /, 3.} here, this is 3.$minor: set PYTHON" >&2
+        say "$engine is installed with Python 3.${pythons// /, 3.} here, this is 3.$minor: set PYTHON" >&2
         exit 2
         ;;
 esac
-on() { [ -n "${!1:-}" ] && [ "${!1}" != 0 ]; }
-if on USE_SGLANG; then
-    say "USE_SGLANG: no set of versions with it was run, so it is not installed; see docs/vllm.md" >&2
-    exit 2
-fi
 
 torch=$(version_of torch)
 if [ -z "$torch" ]; then
-    say "no torch yet: $vllm brings $wants"
+    say "no torch yet: $engine brings $wants"
 elif [ "${torch%%+*}" = "$wants" ]; then
-    say "torch $torch stays: $vllm was built for it"
+    say "torch $torch stays: $engine was built for it"
 else
-    say "torch $torch does not fit: $vllm was built for $wants and replaces it"
+    say "torch $torch does not fit: $engine was built for $wants and replaces it"
 fi
 
-pip "$vllm" -e . peft
+pip "$engine" -e . peft
 if [ "$device" = cpu ]; then
     # their current releases do not load beside the torch of this set, and text models do not need them
     run "$python" -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
@@ -80,5 +85,6 @@ if on USE_MEGATRON; then
     pip --no-deps --only-binary :all: -r requirements/megatron.txt mbridge==0.15.1
 fi
 if [ -z "${DRY_RUN:-}" ]; then
-    "$python" -c 'import torch, transformers, vllm, verl; print("[install] verl", verl.__version__, "torch", torch.__version__, "transformers", transformers.__version__, "vllm", vllm.__version__)'
+    name=${engine%%[-=]*}
+    "$python" -c "import torch, transformers, $name as engine, verl; print('[install] verl', verl.__version__, 'torch', torch.__version__, 'transformers', transformers.__version__, '$name', engine.__version__)"
 fi

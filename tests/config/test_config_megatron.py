@@ -85,8 +85,6 @@ def test_every_role_that_cannot_be_has_its_sentence():
     ("key", "harmless", "refused"),
     [
         ("dynamic_context_parallel", "false", "true"),
-        ("expert_model_parallel_size", "1", "2"),
-        ("expert_tensor_parallel_size", "null", "2"),
         ("param_offload", "false", "true"),
         ("override_transformer_config.num_layers_in_first_pipeline_stage", "null", "3"),
     ],
@@ -97,10 +95,12 @@ def test_splits_that_are_not_here_are_accepted_only_off(key, harmless, refused):
         load_config([f"{A}.megatron.{key}={refused}"])
 
 
-def test_what_does_not_concern_the_reference_is_accepted_with_a_notice():
+def test_what_changes_no_result_is_accepted_with_a_notice():
     ref = f"{AR}.ref.megatron"
     load_config([f"{ref}.use_distributed_optimizer=true", f"{ref}.override_transformer_config.recompute_method=block"])
     assert sum("the reference has no" in text for text in notices.seen()) == 2
+    load_config([f"{M}.expert_model_parallel_size=2", f"{M}.expert_tensor_parallel_size=1"])
+    assert sum("whole experts lie over" in text for text in notices.seen()) == 2
     with pytest.raises(ConfigError, match="sequence_paralel"):
         load_config([f"{A}.megatron.sequence_paralel=true"])
 

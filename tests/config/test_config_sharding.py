@@ -47,10 +47,6 @@ def test_old_places_of_the_keys():
             [f"{A}.fsdp_config.fsdp_size=2", "3 processes"],
         ),
         ([f"{A}.strategy=fsdp", f"{A}.optim.optimizer=Adafactor"], ["Adafactor", f"{A}.strategy=torch"]),
-        (
-            ["actor_rollout_ref.rollout.name=native", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
-            ["rollout.tensor_model_parallel_size=2", "vllm"],
-        ),
     ],
 )
 def test_what_cannot_be_is_one_sentence(given, words):

@@ -28,10 +28,10 @@ timing_per_token_ms/gen perf/throughput perf/total_num_tokens perf/time_per_step
 SIZES = ("actor_rollout_ref.model.path=owner/model", "actor_rollout_ref.rollout.n=4")
 SCORES = {
     "number": "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
-    "    assert isinstance(solution_str, str) and data_source and ground_truth == 'yes' and kwargs == {'bonus': 3}\n"
-    "    return 4 + kwargs['bonus']\n",
+    "    assert isinstance(solution_str, str) and data_source == 'own' and kwargs == {'bonus': 3}\n"
+    "    return float(ground_truth) + kwargs['bonus']\n",
     "async": "async def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
-    "    return {'score': 7.0, 'acc': 0.5}\n",
+    "    return {'score': float(ground_truth) + 3, 'acc': 0.5}\n",
 }
 
 
@@ -48,7 +48,7 @@ def test_D_a_reward_function_by_path_takes_effect_and_metrics_have_their_names(k
     """``custom_reward_function.path`` with ``compute_score``, sync or async, a number or a dict."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text(SCORES[kind])
-    rows = [{"data_source": "own", "prompt": f"question {i}", "ground_truth": "yes"} for i in range(2)]
+    rows = [{"data_source": "own", "prompt": f"question {i}", "ground_truth": str(3 + 2 * i)} for i in range(2)]
     given = {"path": "reward.py", "name": "compute_score"}
     if kind == "number":
         given["reward_kwargs"] = {"bonus": 3}

@@ -20,6 +20,8 @@ import hybrid_programs
 import split_programs as programs
 from fsdp_programs import ALONE, Case
 
+from verl.train_engine.parallel import ParallelSettings
+
 torch.set_num_threads(1)
 MODELS = {
     "llama": ("llama", {"vocab_size": 97}),
@@ -140,8 +142,7 @@ def test_whole_steps_equal_those_of_one_device(pool, folders):
 def test_copies_of_the_weights_send_within_themselves(pool, folders):
     """Hybrid sharding: two copies over two ranks each, and a rollout of all four."""
     parallel = dataclasses.replace(fsdp_programs.FSDP, fsdp_size=2)
-    case = Case(folders["llama"], parallel=parallel, tensor_size=4)
-    case = dataclasses.replace(case, folder=folders["biased"])  # 4 heads of keys and values
+    case = Case(folders["biased"], parallel=parallel, tensor_size=4)
     alone = fsdp_programs.alone(programs.rollouts, dataclasses.replace(case, parallel=ALONE, tensor_size=1))
     ranks = pool.run(4, programs.rollouts, case)
     same(alone["texts"], [found["texts"] for found in ranks], 1e-5)
@@ -171,3 +172,12 @@ def test_the_exported_folder_is_that_of_one_device(pool, folders, tmp_path):
     assert one.keys() == two.keys()
     for name, weight in one.items():
         assert (weight - two[name]).norm() <= 5e-6 * weight.norm().clamp_min(1e-3), name
+
+
+def test_weights_that_megatron_cuts(pool, folders):
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed (pip install megatron-core)")
+    parallel = ParallelSettings("megatron", tensor_size=2)
+    case = Case(folders["llama"], parallel=parallel, tensor_size=2)
+    alone = fsdp_programs.alone(programs.rollouts, dataclasses.replace(case, parallel=ALONE, tensor_size=1))
+    ranks = pool.run(2, programs.rollouts, case)
+    same(alone["texts"], [found["texts"] for found in ranks], 1e-5)

@@ -108,7 +108,7 @@ def browse(url, profile, seconds=12):
         "--window-size=1300,3000",
     ]
     command = [CHROMIUM, *flags, f"--user-data-dir={profile}", "--enable-logging=stderr", "--dump-dom", url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert "CONSOLE" not in done.stderr, done.stderr
     assert "<title>HACKED" not in done.stdout and not re.findall(r"<img\b", done.stdout)
     return done.stdout

@@ -182,7 +182,7 @@ def test_a_real_browser_draws_it_and_runs_nothing_from_a_response(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=600,
     )
     dom = done.stdout
     assert "CONSOLE" not in done.stderr, done.stderr  # no error of a script, no refusal by the page's policy

@@ -11,8 +11,8 @@ import pytest
 import torch
 from rank_pool import rank_pool
 from safetensors.torch import load_file
-from tiny_models import save_tiny_model
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from tiny_models import make_tokenizer, save_tiny_model
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, MixtralConfig
 
 from verl.config.names import RECOMPUTED_MODULES
 from verl.train_engine.parallel import ParallelSettings, Recompute
@@ -32,6 +32,17 @@ COPIES = ParallelSettings("megatron", tensor_size=1)
 
 def split(**sizes) -> ParallelSettings:
     return ParallelSettings("megatron", **sizes)
+
+
+def save_mixtral(folder: Path) -> str:
+    """Four experts, two a token, and a router that is sure of itself: else rounding chooses."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 96}
+    torch.manual_seed(0)
+    config = MixtralConfig(**sizes, initializer_range=0.2, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 STAGES = split(pipeline_size=2)
@@ -61,6 +72,7 @@ def folders(tmp_path_factory):
         "four heads": str(save_tiny_model(base / "four", "llama", num_attention_heads=4, num_key_value_heads=2)),
         "three heads": str(save_tiny_model(base / "three", "llama", num_attention_heads=4, num_key_value_heads=1)),
         "gpt2": str(save_tiny_model(base / "gpt2", "gpt2")),
+        "mixtral": save_mixtral(base / "mixtral"),
     }
 
 
@@ -136,6 +148,15 @@ CASES = {
         2,
         Case(f["llama"], parallel=split(distributed_optimizer=True), dtype="bfloat16", kind="adamw", lr=1e-3),
     ),
+    "experts": lambda f: (2, Case(f["mixtral"], parallel=TWO)),
+    "experts, scattered tokens": lambda f: (
+        2,
+        Case(f["mixtral"], parallel=split(tensor_size=2, sequence_parallel=True)),
+    ),
+    "experts on stages": lambda f: (
+        4,
+        Case(f["mixtral"], parallel=split(tensor_size=2, pipeline_size=2), kind="adamw", lr=1e-3),
+    ),
     "whole layers again": lambda f: (
         2,
         Case(f["llama"], parallel=split(tensor_size=2, recompute=Recompute("full", "uniform", 2))),
@@ -199,7 +220,7 @@ def test_a_reward_model(pool, folders, parallel):
     expected = programs.alone(programs.scores, one_device(case))
     assert np.abs(expected[1] - expected[0]).max() > 1e-3
     for found in pool.run(2, programs.scores, case):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=5e-6)
+        np.testing.assert_allclose(found, expected, rtol=2e-6, atol=5e-6)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("qwen2", "float32"), ("llama", "bfloat16")])
@@ -221,8 +242,10 @@ def test_a_stage_holds_its_layers_and_the_rollout_gets_all(pool, folders, role):
     found = pool.run(2, programs.inside, Case(folders["llama"], role=role, parallel=STAGES))
     head = 0.01 if role == "critic" else 0.0
     assert sum(f["share"] for f in found) == pytest.approx(1, abs=head), "no stage has what another has"
-    assert all(f["share"] < 0.6 and f["read"] and f["moved"] == [] for f in found)
-    assert role == "critic" or all(f["rollout"] for f in found), "the arena holds the bits of the live weights"
+    assert all(f["share"] < 0.6 and f["moved"] == [] for f in found)
+    if role == "actor":
+        assert all(f["read"] for f in found), "the Hugging Face weights are given up"
+        assert all(f["rollout"] for f in found), "the arena holds the bits of the live weights"
 
 
 @pytest.mark.parametrize(

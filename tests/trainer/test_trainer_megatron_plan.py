@@ -39,6 +39,7 @@ def config_of(path, *more: str, size: int = 2, ranks: int = 2):
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, 2, "'yarn'"),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}, 2, "a window"),
         ("gpt2", {}, 2, "'gpt2' have no mapping"),
+        ("llama", {"model_type": "mixtral", "num_local_experts": 3}, 2, "2 ranks do not divide its 3 experts"),
         ("mistral", {}, 2, "'mistral' have no mapping"),
     ],
 )

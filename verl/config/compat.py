@@ -38,6 +38,8 @@ RENAMES: dict[str, str] = {
     "reward_fn": "reward.reward_fn",
     "use_vllm": "trainer.use_vllm",
     "max_colocate_count": "trainer.max_colocate_count",
+    "rollout.nnodes": f"{_AR}.rollout.nnodes",
+    "rollout.n_gpus_per_node": f"{_AR}.rollout.n_gpus_per_node",
     "torch_dtype": f"{_AR}.model.dtype",
     "device_map": f"{_AR}.model.device_map",
     f"{_AR}.model_name": f"{_AR}.model.path",

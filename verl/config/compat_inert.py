@@ -56,8 +56,10 @@ _SERVER = "a tuning knob of a serving engine, with no counterpart in the engines
 _NO_SPLIT = "Megatron-Core lays models out by tensor, pipeline and context parallelism here"
 _MEGATRON_STATE = "checkpoints hold Hugging Face names, so any number of processes and any strategy reads them"
 _MEGATRON_KEYS: dict[str, Inert] = {
-    "expert_model_parallel_size": Inert("mixtures of experts have no mapping to Megatron-Core", (1,)),
-    "expert_tensor_parallel_size": Inert("mixtures of experts have no mapping to Megatron-Core", (1, *_OFF)),
+    **dict.fromkeys(
+        ("expert_model_parallel_size", "expert_tensor_parallel_size"),
+        Inert("whole experts lie over the processes of tensor_model_parallel_size; no result changes by it"),
+    ),
     "dynamic_context_parallel": Inert(_NO_SPLIT, _OFF),
     **dict.fromkeys(("use_mbridge", "vanilla_mbridge"), Inert("weights go to Megatron and back without a bridge")),
     **dict.fromkeys(
@@ -153,7 +155,7 @@ INERT: dict[str, Inert] = {
     "data.need_tools_kwargs": Inert(_AGENT, _OFF),
     "data.trust_remote_code": Inert("the tokenizer loads as actor_rollout_ref.model.trust_remote_code says"),
     # Policy, reference, rollout
-    f"{_AR}.hybrid_engine": Inert("one set of weights always serves training and rollout", (True,)),
+    f"{_AR}.hybrid_engine": Inert("trainer.schedule=one_step_off gives the rollout weights of its own", (True,)),
     f"{_AR}.fsdp_config": Inert(_NO_OFFLOAD),
     **_under(f"{_AR}.model", _MODEL_KEYS),
     f"{_AR}.model.fsdp_config": Inert("it is fsdp_config of actor and ref"),

@@ -118,13 +118,13 @@ class OneStepOff:
         """
         told = None if on_event is None else _one_at_a_time(on_event)
         made, self.pending = self.pending, None
+        if made is not None and made.step != step:
+            raise DataflowError(f"flow {self.flow.name!r}: the rows that were made ahead are of step {made.step}")
         self.flow.note_begin(step)
         if made is None:
             rows = self.draw(step) if batch is None else batch
             self.ready()
             made = self._make(rows, step, dict(self.flow.versions), executor, told, threading.Event())
-        elif made.step != step:
-            raise DataflowError(f"flow {self.flow.name!r}: the rows that were made ahead are of step {made.step}")
         rows, seen, lag = self.draw(step + 1), dict(self.flow.versions), self._lag(made)
         if rows is None:
             result = self._finish(made, executor, told)

@@ -55,11 +55,11 @@ def why_not_cut(config: Any, size: int) -> str | None:
     config = config.get_text_config()
     plan = getattr(config, "base_model_tp_plan", None) or {}
     kind = config.model_type
-    if not all(any(name.endswith(f".{wanted}") for name in plan) for wanted in NEEDED):
-        return f"transformers knows no way to cut the attention of models of the type '{kind}'"
     strange = sorted(set(plan.values()) - {ROWS, COLUMNS, WHOLE})
     if strange:
         return f"models of the type '{kind}' are cut in ways that are not known here ({', '.join(strange)})"
+    if not all(any(name.endswith(f".{wanted}") for name in plan) for wanted in NEEDED):
+        return f"transformers knows no way to cut the attention of models of the type '{kind}'"
     heads = config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or heads
     if heads % size:

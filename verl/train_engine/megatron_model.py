@@ -1,38 +1,30 @@
-"""A Megatron-Core model in place of a Hugging Face one: which models, which splits, and how it is built.
-
-Only modules of Megatron-Core's own ("local" specification) are used, so neither Transformer Engine nor Apex is needed.
-Two of them are replaced. The norm, because Megatron's wrapper of torch's multiplies by the weight before it rounds,
-and Llama's after. The attention kernel, because the local one knows no packed sequences: ours is the packed attention
-of :mod:`verl.models.attention`, with shared prompts, which the Hugging Face model uses too.
+"""A Megatron-Core model in place of a Hugging Face one: which models, which splits, and how it computes.
 
 Nothing of Megatron's global state is used but scratch memory: process groups are handed in.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from verl.errors import ConfigError, MissingDependencyError
 from verl.models.backbone import LAYOUTS
 from verl.models.loading import DROPOUT_NAMES
 from verl.models.packing import PackedBatch
-from verl.models.sequence_parallel import SequenceGroup, SplitLayout, around
+from verl.models.sequence_parallel import SequenceGroup
 from verl.models.tensor_parallel import OutputPart, TensorParallelModel
 from verl.models.value import ValueModel
 from verl.train_engine.fsdp_module import decoder_layers
-from verl.train_engine.megatron_experts import experts_of
+from verl.train_engine.megatron_build import Tokens, build_chunk
 from verl.train_engine.megatron_grid import Grid, Stages
-from verl.train_engine.megatron_layout import Layout, head_size_of, places_of, scatter, tied_output
+from verl.train_engine.megatron_layout import Layout, places_of, scatter, tied_output
 from verl.train_engine.megatron_pipeline import Pipeline
 from verl.train_engine.megatron_recompute import Run, runs_of, wrap_modules
 from verl.train_engine.parallel import ParallelSettings
@@ -72,6 +64,8 @@ def why_not_split(config: Any, size: int, *, context: int = 1, stages: int = 1) 
         return f"{size} ranks do not divide its {experts} experts"
     if experts is None and config.intermediate_size % size:
         return f"{size} ranks do not divide its intermediate size {config.intermediate_size}"
+    if getattr(config, "router_jitter_noise", 0):
+        return "its router is noisy (router_jitter_noise)"
     if getattr(config, "output_router_logits", False):
         return "its router has a loss of its own (output_router_logits)"
     if getattr(config, "sliding_window", None) and config.model_type == "mixtral":
@@ -98,54 +92,6 @@ def why_not_split(config: Any, size: int, *, context: int = 1, stages: int = 1) 
 def _rope_type(config: Any) -> str:
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return parameters.get("rope_type", parameters.get("type", "default"))
-
-
-class _Norm(nn.Module):
-    """RMS norm as Llama has it: in float32, rounded, then times the weight."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
-
-
-@dataclass
-class _Tokens:
-    """What the attention of one pass is told: the layout of all ``tokens``, and who shares them."""
-
-    layout: Any
-    tokens: int
-    sequence: SequenceGroup | None
-
-
-class _PackedAttention(nn.Module):
-    """The packed attention ``name`` over this rank's heads. What Megatron hands on as the mask are the tokens.
-
-    With context parallelism tokens are traded for heads around it (Ulysses, see :mod:`verl.models.sequence_parallel`).
-    """
-
-    def __init__(self, name: str, config: Any, **kwargs: Any):
-        super().__init__()
-        self.kernel = around(AttentionInterface()[name])
-        self.scale = config.kv_channels**-0.5
-
-    def forward(self, query, key, value, attention_mask: _Tokens, **kwargs) -> torch.Tensor:
-        """(T, 1, H, D) queries, (T, 1, G, D) keys and values to (T, 1, H * D); the last rows may be padding."""
-        given = attention_mask
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if given.sequence is not None:
-            layout: Any = SplitLayout(given.layout, given.sequence, given.tokens)
-        else:
-            layout = given.layout
-            q, k, v = (x[:, :, : given.tokens] for x in (q, k, v))
-        out, _ = self.kernel(self, q, k, v, None, scaling=self.scale, verl_layout=layout)
-        out = nn.functional.pad(out, (0, 0, 0, 0, 0, len(query) - out.shape[1]))
-        return out.flatten(2).transpose(0, 1).contiguous()
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -240,7 +186,7 @@ class MegatronModel(TensorParallelModel):
         ids, positions = (nn.functional.pad(x, (0, pad))[:, mine] for x in (packed.input_ids, packed.position_ids))
         angles = positions[0, :, None] * self.frequencies
         rotary = torch.cat([angles, angles], -1)[:, None, None]
-        given = _Tokens(self.make_layout(packed), tokens, self.sequence)
+        given = Tokens(self.make_layout(packed), tokens, self.sequence)
         if pipeline.first:
             hidden = self._embed(ids)
         else:
@@ -273,91 +219,6 @@ class MegatronModel(TensorParallelModel):
 
 def backbone_of(module: PreTrainedModel | ValueModel) -> PreTrainedModel:
     return module.model if isinstance(module, ValueModel) else module
-
-
-def build_chunk(
-    model: PreTrainedModel, grid: Grid, stages: Stages, number: int, scattered: bool, valued: bool
-) -> nn.Module:
-    """One of this rank's runs of layers, as a Megatron model with weights of no meaning, on the host.
-
-    To Megatron it is a whole model: how it lies in a pipeline is nothing that it needs to know.
-    """
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
-
-    if scattered and parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        parallel_state._set_global_memory_buffer()  # scratch memory of the gathered tokens; the one global thing
-    hf = model.config.get_text_config()
-    here, size = grid.pipeline.rank, grid.tensor.world_size
-    layers = len(stages.run(here, number))
-    first = here == 0 and number == 0
-    last = here == stages.ranks - 1 and number == stages.chunks - 1
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
-    attention = functools.partial(_PackedAttention, model.config._attn_implementation)
-    layer.submodules.self_attention.submodules.core_attention = attention
-    if hasattr(hf, "num_local_experts"):
-        layer.submodules.mlp = experts_of(hf, grid.tensor.group)
-    block = TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=_Norm)
-    with warnings.catch_warnings():
-        # Megatron says at length that it does without Apex
-        warnings.simplefilter("ignore", UserWarning)
-        gpt = GPTModel(
-            _config_of(hf, layers, size, next(model.parameters()).dtype, scattered),
-            ModuleSpec(module=TransformerBlock, submodules=block),
-            vocab_size=rows_per_rank(hf.vocab_size, size) * size,
-            max_sequence_length=hf.max_position_embeddings,
-            position_embedding_type="none",
-            pre_process=first,
-            post_process=last,
-            # then there is no output layer of its own beside the embedding
-            share_embeddings_and_output_weights=valued or hf.tie_word_embeddings,
-            pg_collection=ProcessGroupCollection(tp=grid.tensor.group, pp=grid.alone, cp=grid.alone, embd=None),
-        )
-    if valued and last and not first:
-        gpt.output_layer = None
-    with torch.no_grad():
-        for p in gpt.parameters():
-            p.zero_()  # rows that pad the vocabulary stay 0
-    return gpt
-
-
-def _config_of(hf: Any, layers: int, size: int, dtype: torch.dtype, scattered: bool) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return TransformerConfig(
-        num_layers=layers,
-        hidden_size=hf.hidden_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
-        kv_channels=head_size_of(hf),
-        ffn_hidden_size=hf.intermediate_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=hf.model_type == "qwen2",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        tensor_model_parallel_size=size,
-        sequence_parallel=scattered,
-        # built on the host without drawing a number: weights are copied over the empty ones
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        # fused forms need Apex or Transformer Engine
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-    )
 
 
 def check_model(module: nn.Module, settings: ParallelSettings) -> None:

@@ -108,7 +108,7 @@ class Trainer:
             train[0] = change_flow(train[0], self.roles)
         self.flows = FlowSet({"train": train, **self.evaluation.flows}, choose=self.recipe.choose)
         self.flows.validate(steps=range(1, min(self.total_steps, 256) + 1))
-        self.pipeline = None
+        self.pipeline: OneStepOff | None = None
         if self.config.trainer.schedule == "one_step_off":
             self.pipeline = OneStepOff(train[0], self._draw, self.sync_rollout)
         self.prompts_back: DataProto | None = None  # of a step that was begun and is taken anew
