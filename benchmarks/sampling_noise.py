@@ -1,5 +1,5 @@
-"""Milliseconds of one draw from (rows, vocabulary) logits with hashed noise: all rows at once, or a few at a time; and as
-verl draws, which takes logarithms only where a token can win, log-probs included.
+"""Milliseconds of one draw from (rows, vocabulary) logits with hashed noise: all rows at once, or a few at a time; and
+as verl draws, which takes logarithms only where a token can win, log-probs included.
 
 python benchmarks/sampling_noise.py
 """

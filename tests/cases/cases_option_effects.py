@@ -30,12 +30,15 @@ def split(role: str) -> dict[str, Any]:
 
 TRAINED = {
     "use_distributed_optimizer": False,
-    **under("override_transformer_config", {
-        "recompute_granularity": "full",
-        "recompute_method": "block",
-        "recompute_num_layers": 2,
-        "recompute_modules": ["mlp"],
-    }),
+    **under(
+        "override_transformer_config",
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 2,
+            "recompute_modules": ["mlp"],
+        },
+    ),
 }
 
 VIEWS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [

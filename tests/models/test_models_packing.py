@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import FAMILIES, make_model, sample_batch
@@ -10,8 +11,9 @@ from verl import notices
 from verl.models.attention import NAME
 from verl.models.backbone import may_share_prompts, use_packed_attention
 from verl.models.loading import enable_gradient_checkpointing
-from verl.models.packing import pack
+from verl.models.packing import pack, packed_lengths, rows_of
 from verl.models.policy import log_probs
+from verl.protocol import DataProto
 
 ROWS = [
     ([5, 6, 7, 8], [9, 10, 11], [1, 1, 1]),
@@ -104,3 +106,15 @@ def test_gradients_through_checkpointing_are_those_without():
         gradients.append([p.grad.clone() for p in model.parameters()])
     for one, two in zip(*gradients, strict=True):
         torch.testing.assert_close(one, two, atol=1e-9, rtol=1e-6)
+
+
+def test_packed_lengths_are_those_of_the_rows():
+    random = np.random.default_rng(0)
+    attention, mask = np.zeros((40, 11), np.int64), random.integers(0, 2, (40, 6))
+    for row in attention:
+        row[5 - random.integers(1, 6) : 5 + random.integers(0, 7)] = 1
+    mask[0] = 0
+    ids = {"prompts": torch.ones(40, 5).long(), "responses": torch.ones(40, 6).long()}
+    masks = {"attention_mask": torch.from_numpy(attention), "response_mask": torch.from_numpy(mask)}
+    batch = DataProto.from_dict({**ids, **masks})
+    assert packed_lengths(batch).tolist() == [row.packed_length for row in rows_of(batch)]

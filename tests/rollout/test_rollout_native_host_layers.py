@@ -11,7 +11,7 @@ from verl.hybrid.twin import make_twin
 from verl.rollout.base import Request, SamplingParams
 from verl.rollout.native.attention import NAME
 from verl.rollout.native.cascade import in_buckets
-from verl.rollout.native.host_layers import HostLayers
+from verl.rollout.native.host_layers import HostLayers, _Rotation
 from verl.rollout.native.layers import decoder_layers
 from verl.rollout.native.linears import HostLinears, onednn_works
 from verl.rollout.native.sequence import Sequence
@@ -42,7 +42,7 @@ def test_tokens_and_log_probs_are_those_of_the_plain_layers(family, steps, monke
 
     engine, tokens, log_probs = rollout()
     assert engine.runner.host_layers.count == 2
-    monkeypatch.setattr(HostLayers, "__init__", lambda self, *_: setattr(self, "count", 0))
+    monkeypatch.setattr(HostLayers, "__init__", lambda self, *_: self.__dict__.update(count=0, rotation=_Rotation()))
     engine, plain_tokens, plain_log_probs = rollout()
     assert engine.runner.host_layers.count == 0
     assert tokens == plain_tokens

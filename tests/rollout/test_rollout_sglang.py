@@ -5,6 +5,7 @@ The real one is run by tests/sglang.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import pickle
@@ -26,7 +27,7 @@ from verl.rollout.hf import HFEngine
 from verl.rollout.remote.settings import RemoteSettings
 from verl.rollout.remote.weights import ExportedWeights
 from verl.rollout.sglang import receiver
-from verl.rollout.sglang.adapter import LOADER, ROOM, completion, engine_arguments, sampling
+from verl.rollout.sglang.adapter import LOADER, ROOM, Adapter, completion, engine_arguments, sampling
 from verl.rollout.sglang.engine import SGLangEngine
 from verl.rollout.sglang.versions import installed_sglang
 from verl.trainer.settings import hardware_for, remote_settings
@@ -177,3 +178,38 @@ def test_filters_leave_its_log_probs_alone_and_penalties_do_not():
     penalised = engine._with_plain_log_probs(Request("r", ids, SamplingParams(2, repetition_penalty=1.5)), done)
     assert penalised.log_probs.tolist() != done.log_probs.tolist() and penalised.sampled_log_probs is None
     assert any("SGLang tells the log-probs" in text for text in notices.seen())
+
+
+class Recorder:
+    """Takes requests as SGLang's Engine does, and ends those whose name begins with the one that is aborted."""
+
+    def __init__(self):
+        self.loop, self.told, self.futures = asyncio.new_event_loop(), {}, {}
+        self.tokenizer_manager = self
+
+    async def async_generate(self, **told):
+        self.told[told["rid"]] = told
+        self.futures[told["rid"]] = future = self.loop.create_future()
+        await future
+        return {"output_ids": [], "meta_info": {"output_token_logprobs": [], "finish_reason": {"type": "abort"}}}
+
+    def abort_request(self, rid):
+        for name, future in self.futures.items():
+            if name.startswith(rid) and not future.done():
+                future.set_result(None)
+
+
+def test_one_request_is_aborted_and_long_ones_are_cut():
+    adapter = Adapter.__new__(Adapter)
+    adapter.engine = Recorder()
+    adapter.loop, adapter.eos, adapter.max_model_len = adapter.engine.loop, (1,), 16
+    adapter._tasks, adapter._names, adapter._count = {}, {}, 0
+    for i in range(1, 13):
+        adapter.add(Request(f"row/{i}", np.array([7] * i), SamplingParams(8)))
+    (ended,) = adapter.abort(["row/1"])
+    assert ended.request_id == "row/1" and ended.finish_reason == "abort" and len(adapter._tasks) == 11
+    lengths = [told["sampling_params"]["max_new_tokens"] for told in adapter.engine.told.values()]
+    assert lengths == [8] * 8 + [7, 6, 5, 4]
+    assert {done.request_id for done in adapter.abort(None)} == {f"row/{i}" for i in range(2, 13)}
+    assert not adapter.busy
+    adapter.loop.close()

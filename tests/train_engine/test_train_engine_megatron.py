@@ -255,6 +255,7 @@ def test_a_stage_holds_its_layers_and_the_rollout_gets_all(pool, folders, role):
         ("actor", "qwen2", TWO),
         ("critic", "qwen2", TWO),
         ("actor", "qwen2", STAGES),
+        ("actor", "mixtral", TWO),
         ("critic", "llama", STAGES),
     ],
 )

@@ -172,7 +172,7 @@ def test_a_rollout_that_fails_ends_the_step(tiny_model_dir, tmp_path):
         return real()
 
     worker.hybrid.rollout_mode = rollout_mode
-    with pytest.raises(NodeError, match="generate.*the engine is gone"):
+    with pytest.raises(NodeError, match=r"generate.*the engine is gone"):
         trainer.fit()
     assert trainer.global_steps == 1 and trainer.mid_step
 

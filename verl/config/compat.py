@@ -229,7 +229,7 @@ def _translate_one(setting: Setting, done: Translation) -> None:
     moved = replace(setting, key=key, source=setting.source or (setting.key if key != setting.key else None))
     if (spread := SPREADS.get(key)) and not setting.delete and (became := spread.become(setting.value)) is not None:
         _spread(moved, became, spread, done)
-    elif leaf_of(key) is None and key not in GROUPS and (inert := find_inert(key)) is not None:
+    elif (inert := find_inert(key)) is not None:
         _inert(setting, inert, done)
     elif setting.delete and key in SPREADS and key not in LEAVES:
         done.settings.append(moved)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.tree import LEAVES
+
 _AR = "actor_rollout_ref"
 
 
@@ -275,7 +277,9 @@ INERT: dict[str, Inert] = {
 
 
 def find_inert(key: str) -> Inert | None:
-    """The row that covers ``key`` or one of its groups."""
+    """The row that covers ``key`` or one of its groups; None for an option."""
+    if key in LEAVES:
+        return None
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
         if (found := INERT.get(".".join(parts[:end]))) is not None:

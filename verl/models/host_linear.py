@@ -1,7 +1,7 @@
 """Matrix products on a CPU whose maker is not Intel: oneDNN in place of MKL, forward and backward.
 
 torch multiplies float32 matrices with MKL, which takes its fast paths on Intel's processors only; on others oneDNN,
-which is in torch too, is about twice as fast (`python benchmarks/cpu_matmul.py` measures yours). Which one is used
+which is in torch too, is up to twice as fast (`python benchmarks/cpu_matmul.py` measures yours). Which one is used
 depends on the processor alone, never on a measurement, so that runs can be repeated.
 """
 

@@ -1,8 +1,8 @@
 """Decoder layers of the twin on a CPU, in fewer operations.
 
-At the width of a decode step many operations on a CPU cost about as much as their start. Layers of Llama's kind (two RMS
-norms, rotary attention, a gated MLP) make fewer here: queries and keys are rotated together, each norm is one call, and
-there is no module between a product and the next.
+At the width of a decode step many operations on a CPU cost about as much as their start. Layers of Llama's kind (two
+RMS norms, rotary attention, a gated MLP) make fewer here: queries and keys are rotated together, each norm is one call,
+and there is no module between a product and the next. Values are rounded where the plain layer rounds them.
 
 Whether a layer is of that kind is found by trying: both ways must give the same queries, keys, values and output.
 
@@ -33,23 +33,31 @@ class HostLayers:
 
     def __init__(self, model: nn.Module, layers: list[nn.Module], linears: HostLinears):
         self.count = 0
+        self.rotation = _Rotation()
         rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
         if rotary is None:
             return
-        rotation = _Rotation()
         for layer in layers:
             if not _has_parts(layer, linears):
                 continue
-            taken = _Layer(layer, linears, rotation)
+            taken = _Layer(layer, linears, self.rotation)
             if taken.agrees(rotary):
                 layer.forward = taken  # type: ignore[method-assign, assignment]
                 self.count += 1
+        self.rotation.drop()
+
+    def drop(self) -> None:
+        """Forget the last forward."""
+        self.rotation.drop()
 
 
 class _Rotation:
     """Rotary positions of one forward, in the form that all layers use."""
 
     def __init__(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
         self._of: torch.Tensor | None = None
         self._cos = self._sin = torch.empty(0)
 
@@ -126,7 +134,7 @@ class _Layer:
 
 
 class _Norm:
-    """An RMS norm in one call, rounded where the plain one is: rollouts should differ from training as little as can be."""
+    """An RMS norm in one call."""
 
     def __init__(self, module: nn.Module):
         self.module = module

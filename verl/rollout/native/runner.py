@@ -129,6 +129,7 @@ class Runner:
         self.cascade.drop()
         if self.linears is not None:
             self.linears.drop()
+            self.host_layers.drop()
 
     def release(self) -> None:
         """Give back the cache, and what was made for the rollout."""

@@ -86,16 +86,24 @@ class Adapter:
         self.eos = tuple(eos_token_ids)
         self.max_model_len = settings.max_model_len or self.engine.tokenizer_manager.context_len - ROOM
         self._tasks: dict[str, asyncio.Task] = {}
+        self._names: dict[str, str] = {}  # of the unfinished requests: our id → SGLang's
+        self._count = 0
         self._asleep = False
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
+        self._count += 1
+        # none is the beginning of another: SGLang aborts every request whose name begins with the one it is given
+        self._names[request.id] = f"{self._count:012d}"
+        parameters = sampling(request.params, request.seed, self.eos)
+        for limit in ("max_new_tokens", "min_new_tokens"):  # longer ones are refused
+            parameters[limit] = min(parameters[limit], self.max_model_len - len(request.prompt_ids))
         answer = self.engine.async_generate(
             input_ids=[int(i) for i in request.prompt_ids],
-            sampling_params=sampling(request.params, request.seed, self.eos),
+            sampling_params=parameters,
             return_logprob=True,
-            rid=request.id,
+            rid=self._names[request.id],
         )
         self._tasks[request.id] = self.loop.create_task(answer, name=request.id)
 
@@ -113,7 +121,7 @@ class Adapter:
         written: list[Completion] = []
         while wanted:
             for name in wanted:  # again and again: one that SGLang has not begun yet knows of nothing
-                self.engine.tokenizer_manager.abort_request(name)
+                self.engine.tokenizer_manager.abort_request(self._names[name])
             done = self._wait(wanted.values())
             for completion in done:
                 del wanted[completion.request_id]
@@ -127,14 +135,14 @@ class Adapter:
 
     def _finished(self, task: asyncio.Task) -> Completion:
         name = task.get_name()
-        del self._tasks[name]
+        del self._tasks[name], self._names[name]
         return completion(name, task.result())
 
     # ---- weights and memory ----------------------------------------------------------------------------------------
 
     def open_weights(self, table: list[tuple]) -> None:
         """Where the trainer's weights lie. The schedulers open them at the first update."""
-        self._table = torch.frombuffer(bytearray(pickle.dumps(table)), dtype=torch.uint8)
+        self._table = torch.frombuffer(bytearray(pickle.dumps(table)), dtype=torch.uint8).clone()
 
     def load_weights(self) -> float:
         """Take over the weights as they are now; seconds."""
