@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 
@@ -15,6 +17,7 @@ from verl.errors import RewardError
 from verl.rewards import RewardRunner, inspect_function, load_reward_function
 from verl.rewards.hosts import ProcessHost
 from verl.rewards.source import UnsendableError, pack, unpack
+from verl.rewards.wire import SocketChannel
 
 LIMIT_S = 1.0
 
@@ -192,3 +195,35 @@ def test_no_worker_outlives_a_killed_driver(tmp_path):
     while alive(worker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(worker)
+
+
+class Watched(socket.socket):
+    """Notes how often its time-out is set."""
+
+    limits: list
+
+    def settimeout(self, value):
+        self.limits.append(value)
+        super().settimeout(value)
+
+
+def test_the_time_out_of_a_socket_in_use_is_never_changed():
+    """A ``recv`` that began as another thread called ``settimeout`` would ask the kernel without a pause for ever."""
+    Watched.limits = []
+    here, there = socket.socketpair()
+    channel, other = SocketChannel(Watched(fileno=here.detach())), SocketChannel(there)
+    got = []
+    reader = threading.Thread(target=lambda: got.extend(iter(channel.receive, None)))
+    reader.start()
+    for i in range(200):
+        channel.send(("out", i))
+        other.send(("in", i))
+        assert other.receive(30.0) == ("out", i)
+    with pytest.raises(TimeoutError):
+        other.receive(0.01)
+    other.close()
+    reader.join(30)
+    assert got == [("in", i) for i in range(200)]
+    assert len(Watched.limits) == 1
+    channel.close()
+    assert channel.receive() is None

@@ -8,8 +8,10 @@ answers ``("ready",)``, ``("unloadable", text)``, ``("done", number, seconds, va
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import queue
+import select
 import socket
 import struct
 import threading
@@ -34,17 +36,21 @@ class Channel(Protocol):
 
 
 class SocketChannel:
-    """Length-prefixed pickles. A message that has arrived in part stays in the buffer over a time-out."""
+    """Length-prefixed pickles. A message that has arrived in part stays in the buffer over a time-out.
+
+    One thread may send while another receives, so the socket's time-out is never changed: a ``recv`` that begins as
+    another thread calls ``settimeout`` asks the kernel again and again, without a pause, for as long as it waits.
+    """
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
+        self._sock.settimeout(_SEND_LIMIT_S)
         self._buffer = bytearray()
         self._writing = threading.Lock()
 
     def send(self, message: tuple[Any, ...]) -> None:
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         with self._writing:
-            self._sock.settimeout(_SEND_LIMIT_S)
             self._sock.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self, timeout_s: float | None = None) -> tuple[Any, ...] | None:
@@ -57,15 +63,22 @@ class SocketChannel:
             if remaining is not None and remaining <= 0:
                 raise TimeoutError
             try:
-                self._sock.settimeout(remaining)
+                if not self._readable(remaining):
+                    raise TimeoutError
                 data = self._sock.recv(1 << 20)
             except TimeoutError:
                 raise
-            except OSError:  # reset by the peer, or closed by another thread of ours
+            except (OSError, ValueError):  # reset by the peer, or closed by another thread of ours
                 return None
             if not data:
                 return None
             self._buffer += data
+
+    def _readable(self, timeout_s: float | None) -> bool:
+        """Wait for something to read, or for the end of the stream. ValueError if the socket is closed."""
+        waiting = select.poll()
+        waiting.register(self._sock.fileno(), select.POLLIN)
+        return bool(waiting.poll(None if timeout_s is None else math.ceil(1000 * timeout_s)))
 
     def _complete_message(self) -> bytes | None:
         if len(self._buffer) < _LENGTH.size:
