@@ -19,7 +19,10 @@ def test_a_missing_model_names_the_near_match(tmp_path, monkeypatch):
     for path in ("$HOME/models/Org/Tiny-0.5B", "~/models/Org/Tiny-0.5b", str(tmp_path / "elsewhere" / "Tiny-0.5B")):
         with pytest.raises(ModelError, match=r"There is no model folder at .*Did you mean models/Tiny-0\.5B\?$"):
             resolve_model_path(path)
-    with pytest.raises(ModelError, match=r"no config\.json\.$"):
+    with pytest.raises(ModelError, match=r"models/Tiny-0\.5B is not a Hugging Face model folder: it is empty"):
+        resolve_model_path("models/Tiny-0.5B")
+    (tmp_path / "models" / "Tiny-0.5B" / "README.md").write_text("text")
+    with pytest.raises(ModelError, match=r"model folder: it has no config\.json"):
         resolve_model_path("models/Tiny-0.5B")
     (tmp_path / "models" / "Tiny-0.5B" / "config.json").write_text("{}")
     assert resolve_model_path("models/Tiny-0.5B") == "models/Tiny-0.5B"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from verl.algorithms.preference import reward_model_loss
 from verl.config import Config
@@ -27,6 +28,11 @@ class RewardModelRoles:
 
     actor: WorkerGroup
     dump_folder: Path
+    rollout: None = None  # nothing is generated
+
+    def describe(self) -> dict[str, Any]:
+        """The model."""
+        return self.actor.describe()
 
     def update(self, batch: DataProto) -> Metrics:
         with dumping(batch, self.dump_folder):
