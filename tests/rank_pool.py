@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
+
 _COUNT = itertools.count()
 
 
@@ -95,3 +97,14 @@ def rank_pool(size: int, *modules: str, device: str = "cpu") -> Iterator[RankPoo
         yield pool
     finally:
         pool.close()
+
+
+def pool_of(size: int, *modules: str, device: str = "cpu"):
+    """A module's fixture: its tests share these ranks."""
+
+    @pytest.fixture(scope="module")
+    def pool():
+        with rank_pool(size, *modules, device=device) as ranks:
+            yield ranks
+
+    return pool

@@ -64,7 +64,8 @@ def check_types(config):
 @given(drawn=st.lists(overrides, max_size=3))
 @fuzz(150)
 def test_any_overrides(drawn):
-    config, _message = refused(lambda: load_config(drawn))
+    config, message = refused(lambda: load_config(drawn))
+    assert (config is None) == (message is not None)
     if config is not None:
         check_types(config)
         refused(lambda: used(config))
@@ -91,7 +92,8 @@ def test_any_value_for_any_option(key, value):
 def test_any_file(tmp_path_factory, content, raw):
     file = tmp_path_factory.getbasetemp() / "drawn.yaml"
     file.write_bytes(yaml.safe_dump(content).encode("utf-8", "surrogatepass") if raw is None else raw)
-    config, _ = refused(lambda: load_config(file=file))
+    config, message = refused(lambda: load_config(file=file))
+    assert (config is None) == (message is not None)
     if config is not None:
         check_types(config)
 

@@ -72,7 +72,8 @@ broken_lines = st.sampled_from(
 def test_json_lines_of_anything(tmp_path_factory, lines, mode, ending):
     file = tmp_path_factory.getbasetemp() / f"drawn{ending}"
     file.write_bytes(b"\n".join(lines))
-    use(file, **mode)
+    data, message = use(file, **mode)
+    assert (data is None) == (message is not None)
 
 
 @given(drawn=st.lists(rows | values, max_size=4), mode=modes)
@@ -80,7 +81,8 @@ def test_json_lines_of_anything(tmp_path_factory, lines, mode, ending):
 def test_a_json_list_of_anything(tmp_path_factory, drawn, mode):
     file = tmp_path_factory.getbasetemp() / "drawn_list.json"
     file.write_text(json.dumps(drawn))
-    use(file, **mode)
+    data, message = use(file, **mode)
+    assert (data is None) == (message is not None)
 
 
 @given(
@@ -160,7 +162,8 @@ def tables(draw):
 def test_parquet_of_any_types(tmp_path_factory, table, mode):
     file = tmp_path_factory.getbasetemp() / "drawn.parquet"
     pq.write_table(table, file)
-    use(file, **mode)
+    data, message = use(file, **mode)
+    assert (data is None) == (message is not None)
 
 
 @given(data=st.data(), ending=st.sampled_from([".parquet", ".arrow", ".jsonl", ".json"]))
@@ -183,7 +186,8 @@ def test_files_that_were_cut_or_changed(tmp_path_factory, data, ending):
         if whole:
             whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     file.write_bytes(bytes(whole))
-    use(file)
+    data, message = use(file)
+    assert (data is None) == (message is not None)
 
 
 @pytest.mark.parametrize(

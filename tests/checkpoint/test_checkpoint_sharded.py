@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_pool import rank_pool
+from rank_pool import pool_of
 from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -32,10 +32,7 @@ from verl.train_engine.saved import StatePiece
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with rank_pool(3, "sharded_programs") as ranks:
-        yield ranks
+pool = pool_of(3, "sharded_programs")
 
 
 @pytest.fixture(scope="module")

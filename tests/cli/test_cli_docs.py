@@ -228,7 +228,7 @@ def test_both_readmes_show_the_same_code():
 @every_page
 def test_python_blocks_compile(page):
     for number, text in enumerate(python_blocks(page), 1):
-        compile(text, f"{page.name}, Python block {number}", "exec")
+        assert compile(text, f"{page.name}, Python block {number}", "exec")
 
 
 @every_readme

@@ -267,23 +267,24 @@ def test_who_is_needed():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "dropout", "needed"),
+    ("overrides", "needed"),
     [
-        ("", 0.0, False),
-        ("", 0.1, True),
-        (f"{AR}.actor.ppo_epochs=2", 0.0, True),
-        (f"{AR}.actor.ppo_mini_batch_size=32", 0.0, True),
-        (f"{AR}.actor.use_kl_loss=true", 0.0, False),
-        ("algorithm.use_kl_in_reward=true", 0.0, True),
-        ("algorithm.rollout_correction.rollout_is=token", 0.0, False),
-        ("algorithm.rollout_correction.rollout_rs=token_k1", 0.0, True),
-        (f"algorithm.rollout_correction.bypass_mode=true {AR}.actor.ppo_epochs=2", 0.0, False),
+        ("", False),
+        (f"+{AR}.model.override_config.attention_dropout=0.1", True),
+        (f"+{AR}.model.override_config.attention_dropout=0.0", False),
+        (f"{AR}.actor.ppo_epochs=2", True),
+        (f"{AR}.actor.ppo_mini_batch_size=32", True),
+        (f"{AR}.actor.use_kl_loss=true", False),
+        ("algorithm.use_kl_in_reward=true", True),
+        ("algorithm.rollout_correction.rollout_is=token", False),
+        ("algorithm.rollout_correction.rollout_rs=token_k1", True),
+        (f"algorithm.rollout_correction.bypass_mode=true {AR}.actor.ppo_epochs=2", False),
     ],
 )
-def test_when_old_log_probs_need_a_pass(overrides, dropout, needed):
+def test_when_old_log_probs_need_a_pass(overrides, needed):
     config = load_config(overrides.split())
-    assert needs_old_log_probs(config, dropout=dropout) is needed
-    assert needs_old_log_probs(resolve(config), dropout=dropout) is needed
+    assert needs_old_log_probs(config) is needed
+    assert needs_old_log_probs(resolve(config)) is needed
 
 
 def test_counts():

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from config_problems import problems
 
 from verl import notices
-from verl.config import load_config, resolve, validate
-from verl.errors import ConfigError
+from verl.config import load_config, resolve
 
 A = "actor_rollout_ref.actor"
-
-
-def problems(*given: str) -> list[str]:
-    try:
-        validate(load_config([*given, "data.train_batch_size=8"]), need_data=False, need_model=False)
-    except ConfigError as error:
-        return list(error.problems)
-    return []
 
 
 @pytest.mark.parametrize(

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from config_problems import problems
 from tiny_models import save_tiny_model
 
 from verl.cli import main
-from verl.config import load_config, validate
-from verl.errors import ConfigError
 
 ROLLOUT, A = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 TWO, RANKS = f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=4"
-
-
-def problems(*given: str) -> list[str]:
-    try:
-        validate(load_config([*given, "data.train_batch_size=8"]), need_data=False, need_model=False)
-    except ConfigError as error:
-        return list(error.problems)
-    return []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_pool import rank_pool
+from rank_pool import pool_of
 from tiny_models import save_tiny_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train_engine"))
@@ -21,10 +21,7 @@ from fsdp_programs import Case
 torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with rank_pool(3, "hybrid_programs") as ranks:
-        yield ranks
+pool = pool_of(3, "hybrid_programs")
 
 
 @pytest.fixture(scope="module")

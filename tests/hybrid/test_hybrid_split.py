@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_pool import rank_pool
+from rank_pool import pool_of
 from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 
@@ -33,10 +33,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with rank_pool(4, "split_programs") as ranks:
-        yield ranks
+pool = pool_of(4, "split_programs")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +42,7 @@ def folders(tmp_path_factory):
     return {name: str(save_tiny_model(base / name, family, **changes)) for name, (family, changes) in MODELS.items()}
 
 
-def same(alone, ranks, tolerance: float) -> None:
+def assert_same(alone, ranks, tolerance: float) -> None:
     """Every row once, on one rank, with the tokens of one device."""
     names = [name for found in ranks for name in found]
     assert sorted(names) == sorted(alone) and len(set(names)) == len(names)
@@ -72,7 +69,7 @@ def test_tokens_and_log_probs_are_those_of_one_device(pool, folders, name, world
     case = Case(folders["tied" if name == "adapters" else name], dtype=dtype, lora=name == "adapters")
     alone = fsdp_programs.alone(programs.rollouts, dataclasses.replace(case, parallel=ALONE))
     ranks = pool.run(world, programs.rollouts, dataclasses.replace(case, tensor_size=size))
-    same(alone["texts"], [found["texts"] for found in ranks], 1e-5 if dtype == "float32" else 1e-6)
+    assert_same(alone["texts"], [found["texts"] for found in ranks], 1e-5 if dtype == "float32" else 1e-6)
     reasons = {reason for _, _, reason in alone["texts"].values()}
     assert reasons == {"stop", "length"}, "some end early"
     for found in ranks:
@@ -115,7 +112,7 @@ def test_rows_are_put_off_and_written_all_the_same(pool, folders):
     case = Case(folders["tied"])
     alone = fsdp_programs.alone(programs.preempted, dataclasses.replace(case, parallel=ALONE))
     ranks = pool.run(2, programs.preempted, dataclasses.replace(case, tensor_size=2))
-    same(alone["texts"], [found["texts"] for found in ranks], 1e-5)
+    assert_same(alone["texts"], [found["texts"] for found in ranks], 1e-5)
     assert alone["told"] == 0
     assert ranks[0]["told"] > 0 and ranks[1]["told"] == 0, "the group's, once"
 
@@ -145,7 +142,7 @@ def test_copies_of_the_weights_send_within_themselves(pool, folders):
     case = Case(folders["biased"], parallel=parallel, tensor_size=4)
     alone = fsdp_programs.alone(programs.rollouts, dataclasses.replace(case, parallel=ALONE, tensor_size=1))
     ranks = pool.run(4, programs.rollouts, case)
-    same(alone["texts"], [found["texts"] for found in ranks], 1e-5)
+    assert_same(alone["texts"], [found["texts"] for found in ranks], 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -180,4 +177,4 @@ def test_weights_that_megatron_cuts(pool, folders):
     case = Case(folders["llama"], parallel=parallel, tensor_size=2)
     alone = fsdp_programs.alone(programs.rollouts, dataclasses.replace(case, parallel=ALONE, tensor_size=1))
     ranks = pool.run(2, programs.rollouts, case)
-    same(alone["texts"], [found["texts"] for found in ranks], 1e-5)
+    assert_same(alone["texts"], [found["texts"] for found in ranks], 1e-5)

@@ -6,13 +6,13 @@ The real one is run by tests/sglang.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import json
 import pickle
 
 import numpy as np
 import pytest
 import torch
+from rollout_versions import lookup
 from tiny_models import make_model, make_tokenizer
 from torch import nn
 from vllm_fake_host import InThread
@@ -35,15 +35,6 @@ from verl.trainer.settings import hardware_for, remote_settings
 ROLLOUT = "actor_rollout_ref.rollout"
 CPU = Device("cpu", "x", cpu_flags=frozenset())
 H200 = Device("cuda", "NVIDIA H200", (9, 0), 141 << 30)
-
-
-def lookup(**installed):
-    def version(name):
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    return version
 
 
 def test_what_is_installed():

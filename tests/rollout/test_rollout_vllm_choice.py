@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 import pytest
+from rollout_versions import lookup
 
 import verl
 from verl import notices
@@ -25,15 +24,6 @@ CARD = {"vllm": "0.24.0"}
 def config_for(**values):
     required = {"actor_rollout_ref.model.path": "x", "data.train_files": "x.jsonl"}
     return resolve(load_config(values={**required, **{k.replace("__", "."): v for k, v in values.items()}}))
-
-
-def lookup(**installed):
-    def version(name):
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    return version
 
 
 def test_what_is_installed():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fsdp_programs import Case
-from rank_pool import rank_pool
+from rank_pool import pool_of
 from tiny_models import save_tiny_model
 
 torch.set_num_threads(1)
@@ -17,10 +17,7 @@ WORLDS = [1, 2, 3, 4]
 TOLERANCE = {"float32": 5e-6, "float64": 1e-10, "bfloat16": 2e-2}
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with rank_pool(4, "fsdp_programs") as ranks:
-        yield ranks
+pool = pool_of(4, "fsdp_programs")
 
 
 @pytest.fixture(scope="module")

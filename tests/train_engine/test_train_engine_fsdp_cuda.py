@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_pool import rank_pool
+from rank_pool import pool_of
 from tiny_models import save_tiny_model
 from torch.distributed.fsdp import FSDPModule
 
@@ -24,10 +24,7 @@ pytestmark = pytest.mark.skipif(not COUNT, reason="needs a CUDA device")
 WORLDS = [world for world in (1, 2, 4) if world <= max(COUNT, 1)]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with rank_pool(min(COUNT, 4), "fsdp_programs", "hybrid_programs", device="cuda") as ranks:
-        yield ranks
+pool = pool_of(min(COUNT, 4), "fsdp_programs", "hybrid_programs", device="cuda")
 
 
 @pytest.fixture(scope="module")

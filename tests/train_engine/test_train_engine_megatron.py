@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_pool import rank_pool
+from rank_pool import pool_of
 from safetensors.torch import load_file
 from tiny_models import make_tokenizer, save_tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, MixtralConfig
@@ -49,10 +49,7 @@ STAGES = split(pipeline_size=2)
 SHARED = split(distributed_optimizer=True)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with rank_pool(4, "fsdp_programs", "megatron_programs", "hybrid_programs") as ranks:
-        yield ranks
+pool = pool_of(4, "fsdp_programs", "megatron_programs", "hybrid_programs")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_pool import rank_pool
+from rank_pool import pool_of
 from tiny_models import save_tiny_model
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (pip install megatron-core)")
@@ -24,10 +24,7 @@ COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices")
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with rank_pool(2, "fsdp_programs", "hybrid_programs", device="cuda") as ranks:
-        yield ranks
+pool = pool_of(2, "fsdp_programs", "hybrid_programs", device="cuda")
 
 
 @pytest.fixture(scope="module")

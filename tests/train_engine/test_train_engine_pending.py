@@ -12,7 +12,7 @@ import pending_programs as programs
 import pytest
 import torch
 from fsdp_programs import ALONE, Case
-from rank_pool import rank_pool
+from rank_pool import pool_of
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, make_tokenizer, save_tiny_model
 
@@ -21,10 +21,7 @@ NORMS = 5 * 32 * 4 * 2
 """Bytes of rows that do not divide, at most."""
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with rank_pool(3, "pending_programs") as ranks:
-        yield ranks
+pool = pool_of(3, "pending_programs")
 
 
 @pytest.fixture(scope="module")

@@ -166,21 +166,23 @@ def optimizer_steps_per_rollout(config: Config) -> int:
     return config.actor_rollout_ref.actor.ppo_epochs * -(-config.data.train_batch_size // mini)
 
 
-def needs_old_log_probs(config: Config, *, dropout: float = 0.0) -> bool:
+def needs_old_log_probs(config: Config) -> bool:
     """Whether old log-probs need a pass of their own.
 
     They do not if the update's own detached log-probs serve: one optimizer step a rollout, no dropout, and nothing
     before the update that reads them (a KL in the reward, a rejection rule). In bypass mode the rollout's serve.
-
-    Args:
-        dropout: the largest dropout probability of the policy.
     """
     correction = config.algorithm.rollout_correction
     if correction.bypass_mode:
         return False
     read_before = config.algorithm.use_kl_in_reward or correction.rollout_rs is not None
     read_before = read_before or config.trainer.schedule != "sync"  # the samples are those of older weights
-    return read_before or dropout > 0 or optimizer_steps_per_rollout(config) > 1
+    return read_before or _keeps_dropout(config) or optimizer_steps_per_rollout(config) > 1
+
+
+def _keeps_dropout(config: Config) -> bool:
+    """Whether the policy drops activations in training: it does where ``override_config`` says so, and only there."""
+    return any("drop" in name and value for name, value in config.actor_rollout_ref.model.override_config.items())
 
 
 def own_pools(config: Config) -> dict[str, tuple[int, int]]:

@@ -11,7 +11,6 @@ change or the rollout ends. The live weights are only read.
 from __future__ import annotations
 
 import platform
-import time
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +92,6 @@ class HostLinears:
     def __init__(self, model: nn.Module, most_bytes: int):
         self.products = [Product(modules) for modules in _products_of(model)]
         self.packed = False
-        self.pack_seconds = 0.0
         self.fits = sum(p.bytes for p in self.products) <= most_bytes
         self._of: dict[nn.Module, Product] = {}
         for product in self.products:
@@ -113,12 +111,10 @@ class HostLinears:
         """Pack, if ``steps`` decode steps of ``rows`` rows repay it."""
         if self.packed or not self.fits or steps < PACK_AFTER_STEPS:
             return
-        started = time.perf_counter()
         with torch.inference_mode(False), torch.no_grad():  # oneDNN's tensors cannot be inference tensors
             for product in self.products:
                 product.pack(rows)
         self.packed = True
-        self.pack_seconds = time.perf_counter() - started
 
     def drop(self) -> None:
         """Forget the packed copies."""
