@@ -205,6 +205,7 @@ def test_near_paths(tmp_path, monkeypatch):
     assert near_path("models/Tiny-1B", folders=True) == Path("models/Tiny-1B-Instruct")
     assert near_path(tmp_path / "models/Tiny-1B-Instruct", folders=True) is None  # never itself
     assert near_path("/nowhere/at/all/zzzz") is None
+    assert near_path("/tmpp") is None and near_path("/hom/x", folders=True) is None  # the system's own folders
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ def near_path(path: str | Path, *, folders: bool = False) -> Path | None:
 
 def _alike(folder: Path, wanted: Path, name: str, folders: bool, cutoff: float) -> Path | None:
     """The entry of ``folder`` that is most like ``name``, or has its stem, and is not ``wanted`` itself."""
-    if not folder.is_dir() or name in ("", "."):
+    root = folder.absolute() == folder.absolute().parent  # holds the system's folders, which nobody means
+    if root or not folder.is_dir() or name in ("", "."):
         return None
     try:
         there = [entry for entry in folder.iterdir() if entry.is_dir() or not folders]
